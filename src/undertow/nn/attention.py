@@ -1,0 +1,163 @@
+"""Softmax attention of SRU++: whole, masked, or in a sliding window that is never built as one T x S mask.
+
+Everything goes through `torch.nn.functional.scaled_dot_product_attention`; this file only decides which keys a query sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+QUERY_BLOCK = 512
+"""Queries handled at once by a sliding window: long enough to keep the matrix products busy, short enough that a text
+of any length costs O(T * (W + block)) instead of O(T * T)."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """`queries` attend to `keys` where `allowed` (bool, broadcastable to (B, 1, t, s)) is true; None: to all of them."""
+
+    queries: slice
+    keys: slice
+    allowed: Tensor | None
+
+
+@dataclass(frozen=True)
+class WindowMask:
+    """A sliding window: each position sees itself and the `window` real positions before it in its own document.
+
+    Keys are the `past` remembered positions followed by the T new ones. *Real* positions are counted a row at a time,
+    so padding takes no place in a window, wherever it stands: a row's numbers do not depend on how it was padded.
+    Build it once for a piece of text with `WindowMask.build`, use it in every layer.
+    """
+
+    window: int
+    past: int
+    length: int
+    blocks: tuple[_Block, ...] = field(repr=False)
+
+    @staticmethod
+    def build(
+        window: int,
+        length: int,
+        past: int = 0,
+        *,
+        past_valid: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        resets: Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> WindowMask:
+        """Work out which keys each query sees.
+
+        Args:
+            window: W, how many previous positions a position sees beside itself; 0 or more.
+            length: T, the number of new positions.
+            past: M, the number of remembered positions, directly before the new ones.
+            past_valid: (B, M) bool, false where nothing is remembered; real ones stand at the right. None: all real.
+            padding_mask: (B, T) bool, true at padding.
+            resets: (B, T) bool, true where a new document starts: nothing before is seen from there on.
+            device: where the masks are built; by default that of the first mask given, else the CPU.
+        """
+        if window < 0:
+            raise ValueError(f"attention window must be 0 or more previous positions, got {window}")
+        given = [mask for mask in (past_valid, padding_mask, resets) if mask is not None]
+        device = given[0].device if device is None and given else device
+        if given:
+            blocks = _row_blocks(window, length, past, past_valid, padding_mask, resets, given[0].shape[0], device)
+        else:
+            blocks = _band_blocks(window, length, past, device)
+        return WindowMask(window, past, length, tuple(blocks))
+
+
+def _query_slices(length: int) -> list[slice]:
+    return [slice(start, min(start + QUERY_BLOCK, length)) for start in range(0, length, QUERY_BLOCK)]
+
+
+def _band_blocks(window: int, length: int, past: int, device: torch.device | str | None) -> list[_Block]:
+    """All rows alike: query t sees keys past + t - window .. past + t, a band that repeats from block to block."""
+    blocks, bands = [], dict[tuple[int, int, int], Tensor]()
+    for queries in _query_slices(length):
+        keys = slice(max(0, past + queries.start - window), past + queries.stop)
+        t, s = queries.stop - queries.start, keys.stop - keys.start
+        if t == 1:
+            blocks.append(_Block(queries, keys, None))
+            continue
+        offset = past + queries.start - keys.start  # the key that stands at the first query
+        if (t, s, offset) not in bands:
+            behind = torch.arange(t, device=device)[:, None] + offset - torch.arange(s, device=device)  # (t, s)
+            bands[t, s, offset] = (behind >= 0) & (behind <= window)
+        blocks.append(_Block(queries, keys, bands[t, s, offset]))
+    return blocks
+
+
+def _row_blocks(
+    window: int,
+    length: int,
+    past: int,
+    past_valid: Tensor | None,
+    padding_mask: Tensor | None,
+    resets: Tensor | None,
+    batch: int,
+    device: torch.device | str | None,
+) -> list[_Block]:
+    """Rows differ: positions and documents are counted for each."""
+    if past_valid is None:
+        past_valid = torch.ones(batch, past, dtype=torch.bool, device=device)
+    real = torch.ones(batch, length, dtype=torch.bool, device=device) if padding_mask is None else ~padding_mask
+    valid = torch.cat([past_valid, real], dim=1)  # (B, S)
+    position = valid.cumsum(1)  # (B, S), counts real positions: equal on padding and on the real one before it
+    document = torch.zeros_like(position)
+    if resets is not None:
+        document[:, past:] = resets.cumsum(1)
+
+    blocks = []
+    for queries in _query_slices(length):
+        q = slice(past + queries.start, past + queries.stop)
+        # The furthest key that any row's first query still sees; everything before it is out of every window.
+        oldest = position[:, q.start : q.start + 1] - window
+        first = int(torch.searchsorted(position.contiguous(), oldest.contiguous()).min())
+        keys = slice(min(first, q.start), q.stop)
+        behind = position[:, q, None] - position[:, None, keys]  # (B, t, s)
+        index = torch.arange(q.stop, device=device)
+        allowed = (index[q, None] >= index[keys]) & (behind <= window) & valid[:, None, keys]
+        allowed &= document[:, q, None] == document[:, None, keys]
+        blocks.append(_Block(queries, keys, allowed[:, None]))
+    return blocks
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | WindowMask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+) -> Tensor:
+    """softmax(q k^T / sqrt(e)) v over the keys that the mask leaves; a query with no key left gets zeros.
+
+    Args:
+        q: (B, H, T, e) queries.
+        k: (B, H, S, e) keys: S - T remembered ones, then those of the T new positions.
+        v: (B, H, S, e) values.
+        mask: bool (true: may attend) or float (added to the scores), broadcastable to (B, H, T, S), or a `WindowMask`.
+        dropout_p: dropout on the attention map.
+        is_causal: with no mask: query t sees keys up to S - T + t.
+
+    Returns:
+        (B, H, T, e).
+    """
+    if isinstance(mask, WindowMask):
+        parts = [
+            scaled_dot_product_attention(q[:, :, b.queries], k[:, :, b.keys], v[:, :, b.keys], b.allowed, dropout_p)
+            for b in mask.blocks
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    T, S = q.shape[2], k.shape[2]
+    if mask is None and is_causal and T > 1:
+        if T == S:
+            return scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    return scaled_dot_product_attention(q, k, v, mask, dropout_p)
