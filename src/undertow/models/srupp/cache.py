@@ -1,0 +1,335 @@
+"""The state of an SRU++ language model: all that passes from one piece of text to the next.
+
+A layer remembers its recurrent vector c and, where it attends, the keys and values of the last W real positions. What
+is common to all layers (which of those positions are real) is kept once. The size does not depend on the text's length.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.cache_utils import Cache, LinearAttentionAndSlidingWindowAttentionLayer, LinearAttentionLayer
+
+from .configuration import SRUppConfig
+
+# Sizes of a model that a state has to fit, and nothing else of its configuration.
+_FITS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "projection_size",
+    "num_attention_heads",
+    "attention_every",
+    "attention_last",
+)
+
+
+class SRUppRecurrentLayer(LinearAttentionLayer):
+    """State of a layer without attention: c (B, d), which is `recurrent_states[0]`."""
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Assign rather than copy in place, so that gradients flow through any number of updates."""
+        self.device, self.dtype = recurrent_states.device, recurrent_states.dtype
+        self.recurrent_states[state_idx] = recurrent_states
+        self.is_recurrent_states_initialized[state_idx] = True
+        self.has_previous_state[state_idx] = True
+        return recurrent_states
+
+    def reset(self) -> None:
+        """Forget everything, without touching tensors that a graph may still need."""
+        LinearAttentionLayer.__init__(self, self.number_of_states)
+
+    def map_(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor of this layer (its first dimension is the batch) by `function` of it."""
+        for name, tensor in self.tensors().items():
+            self.put(name, function(tensor))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is remembered, by name."""
+        c = self.recurrent_states[0]
+        return {} if c is None else {"c": c}
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Set one of `tensors()`."""
+        self.update_recurrent_state(tensor)
+
+
+class SRUppAttentionLayer(LinearAttentionAndSlidingWindowAttentionLayer, SRUppRecurrentLayer):
+    """State of a layer with attention: c (B, d), and `keys`, `values` (B, H, M, d'/H) of the last M <= W positions."""
+
+    update_recurrent_state = SRUppRecurrentLayer.update_recurrent_state
+
+    def __init__(self, window: int) -> None:
+        # transformers keeps one position fewer than its `sliding_window`, which counts the present one.
+        super().__init__(sliding_window=window + 1)
+
+    def reset(self) -> None:
+        """Forget everything, without touching tensors that a graph may still need."""
+        SRUppAttentionLayer.__init__(self, self.sliding_window - 1)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row b be what row beam_idx[b] was."""
+        self.map_(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is remembered, by name."""
+        if self.keys is None:
+            return super().tensors()
+        return super().tensors() | {"keys": self.keys, "values": self.values}
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Set one of `tensors()`."""
+        if name == "c":
+            self.update_recurrent_state(tensor)
+        else:
+            setattr(self, name, tensor)
+            self.is_initialized = True
+
+
+class SRUppCache(Cache):
+    """The state of `SRUppForCausalLM`, a `transformers.Cache`.
+
+    It can be detached, moved, cloned, reordered by row, reset by row, weighed, saved and loaded. `model(...)` changes
+    it in place and returns it as `.cache`; its tensors are never written into, so that graphs and clones stay good.
+
+    Attributes:
+        layers: one a layer of the model.
+        valid: (B, M) bool, false where a remembered position is none (short texts, padding, a document that has ended);
+            None while all of them are real.
+        seen_tokens: positions given so far, padding included: what `get_seq_length` answers.
+    """
+
+    def __init__(self, config: SRUppConfig) -> None:
+        layers: list[Any] = [
+            SRUppAttentionLayer(config.attention_window) if config.has_attention(i) else SRUppRecurrentLayer()
+            for i in range(config.num_hidden_layers)
+        ]
+        super().__init__(layers=layers)
+        self.config = config
+        self.valid: Tensor | None = None
+        self.seen_tokens = 0
+
+    # -- what the model does with it -----------------------------------------------------------------------------
+
+    @property
+    def past(self) -> int:
+        """M, the number of remembered positions; 0 without attention."""
+        return next((l.keys.shape[2] for l in self.layers if getattr(l, "keys", None) is not None), 0)
+
+    def recurrent(self, layer_idx: int) -> Tensor | None:
+        """The recurrent state c (B, d) of a layer, None at the start of a text."""
+        return self.layers[layer_idx].recurrent_states[0]
+
+    def keys_values(self, layer_idx: int) -> tuple[Tensor, Tensor] | None:
+        """Remembered keys and values (B, H, M, d'/H) of a layer, None at the start of a text and without attention."""
+        layer = self.layers[layer_idx]
+        if getattr(layer, "keys", None) is None:
+            return None
+        return layer.keys, layer.values
+
+    def advance(
+        self,
+        c: list[Tensor],
+        keys_values: list[tuple[Tensor, Tensor] | None],
+        length: int,
+        padding_mask: Tensor | None = None,
+        resets: Tensor | None = None,
+    ) -> None:
+        """Move on by a piece of T positions, of which every layer has computed c and its new keys and values.
+
+        Args:
+            c: the final c (B, d) of each layer.
+            keys_values: each layer's keys and values of the piece, (B, H, T, d'/H).
+            length: T.
+            padding_mask: (B, T) bool, true at padding: not remembered.
+            resets: (B, T) bool, true where a document starts: nothing before the last one is remembered.
+        """
+        past, window = self.past, self.config.attention_window
+        size = min(past + length, window)
+        keep, order = self._kept(past, length, size, padding_mask, resets)
+        for layer, c_i, new in zip(self.layers, c, keys_values, strict=True):
+            layer.update_recurrent_state(c_i)
+            if new is not None:
+                old = (layer.keys, layer.values) if layer.keys is not None else (None, None)
+                layer.keys, layer.values = (_last(o, n, size, order) for o, n in zip(old, new, strict=True))
+                layer.is_initialized = True
+                layer.cumulative_length += length
+        self.valid = keep
+        self.seen_tokens += length
+
+    def _kept(
+        self, past: int, length: int, size: int, padding_mask: Tensor | None, resets: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Which of the `size` positions kept are real (B, size), and which of all M + T they are (None: the last)."""
+        if padding_mask is None and resets is None and self.valid is None:
+            return None, None
+        given = next(mask for mask in (padding_mask, resets, self.valid) if mask is not None)
+        batch, device = given.shape[0], given.device
+        old = torch.ones(batch, past, dtype=torch.bool, device=device) if self.valid is None else self.valid
+        new = torch.ones(batch, length, dtype=torch.bool, device=device) if padding_mask is None else ~padding_mask
+        valid = torch.cat([old, new], dim=1)  # (B, M + T)
+        if resets is not None:
+            last = resets.flip(1).cumsum(1).flip(1) - resets.long() == 0  # no reset after this position
+            started = resets.any(1, keepdim=True)
+            valid = valid & torch.cat([~started.expand(-1, past), last], dim=1)
+        order = None
+        if padding_mask is not None:
+            # Real positions to the right, in their order, so that padding takes nobody's place in the window.
+            order = valid.int().argsort(dim=1, stable=True)[:, past + length - size :]
+            valid = valid.gather(1, order)
+        else:
+            valid = valid[:, past + length - size :]
+        return (None if bool(valid.all()) else valid), order
+
+    # -- what its owner does with it -----------------------------------------------------------------------------
+
+    def map_(self, function: Callable[[Tensor], Tensor]) -> SRUppCache:
+        """Replace every tensor, the first dimension of which is the batch, by `function` of it."""
+        for layer in self.layers:
+            layer.map_(function)
+        if self.valid is not None:
+            self.valid = function(self.valid)
+        return self
+
+    def detach_(self) -> SRUppCache:
+        """Cut the graph: back-propagation stops here (truncated back-propagation through time)."""
+        return self.map_(Tensor.detach)
+
+    def to(self, *args: Any, **kwargs: Any) -> SRUppCache:
+        """Move to a device. Arguments as for `torch.Tensor.to`, without a dtype."""
+        return self.map_(lambda t: t.to(*args, **kwargs))
+
+    def clone(self) -> SRUppCache:
+        """A copy that goes its own way; the graph, if any, is shared."""
+        other = SRUppCache(self.config)
+        for mine, its in zip(self.layers, other.layers, strict=True):
+            for name, tensor in mine.tensors().items():
+                its.put(name, tensor.clone())
+            if isinstance(its, SRUppAttentionLayer):
+                its.cumulative_length = mine.cumulative_length
+        other.valid = None if self.valid is None else self.valid.clone()
+        other.seen_tokens = self.seen_tokens
+        return other
+
+    def reset_rows(self, rows: Tensor) -> SRUppCache:
+        """Let the rows marked in `rows` (B,) bool start afresh, as if they had read nothing."""
+        batch = self.batch_size
+        if batch < 0:
+            return self
+        if rows.shape != (batch,) or rows.dtype != torch.bool:
+            raise ValueError(
+                f"reset_rows wants a bool tensor of shape ({batch},), got {rows.dtype} of {tuple(rows.shape)}"
+            )
+        for layer in self.layers:
+            layer.update_recurrent_state(layer.recurrent_states[0].masked_fill(rows[:, None].to(layer.device), 0.0))
+        if self.past:
+            valid = rows.new_ones(batch, self.past) if self.valid is None else self.valid
+            valid = valid & ~rows[:, None].to(valid.device)
+            self.valid = None if bool(valid.all()) else valid
+        return self
+
+    def reset(self) -> None:
+        """Forget everything: the next piece starts a text."""
+        for layer in self.layers:
+            layer.reset()
+        self.valid = None
+        self.seen_tokens = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row b be what row beam_idx[b] was (beam search)."""
+        self.map_(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self.map_(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` only."""
+        self.map_(lambda t: t[indices.to(t.device)])
+
+    @property
+    def batch_size(self) -> int:
+        """B, or -1 at the start of a text."""
+        c = self.layers[0].recurrent_states[0]
+        return -1 if c is None else c.shape[0]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions given so far, padding included."""
+        return self.seen_tokens
+
+    def nbytes(self) -> int:
+        """Bytes that the tensors of the state take."""
+        tensors = [t for layer in self.layers for t in layer.tensors().values()]
+        return sum(t.numel() * t.element_size() for t in tensors + ([] if self.valid is None else [self.valid]))
+
+    def save(self, path: str | Path) -> None:
+        """Write the state to a safetensors file."""
+        tensors = {f"{i}.{name}": t for i, layer in enumerate(self.layers) for name, t in layer.tensors().items()}
+        if self.valid is not None:
+            tensors["valid"] = self.valid
+        meta = {name: getattr(self.config, name) for name in _FITS} | {"seen_tokens": self.seen_tokens}
+        save_file({k: t.detach().contiguous() for k, t in tensors.items()}, path, {"srupp_state": json.dumps(meta)})
+
+    @classmethod
+    def load(cls, path: str | Path, config: SRUppConfig, device: torch.device | str = "cpu") -> SRUppCache:
+        """Read a state that `save` wrote, for a model with `config`.
+
+        Raises:
+            ValueError: the file is damaged, no state, or the state of a model of other sizes.
+        """
+        state = cls(config)
+        try:
+            with safe_open(path, "pt", device=str(device)) as file:
+                meta = json.loads((file.metadata() or {}).get("srupp_state", "null"))
+                if meta is None:
+                    raise ValueError(f"{path} holds no SRU++ state")
+                for name in _FITS:
+                    if meta[name] != getattr(config, name):
+                        raise ValueError(
+                            f"{path} is the state of a model with {name} {meta[name]}, "
+                            f"this model has {getattr(config, name)}"
+                        )
+                for key in file.keys():  # noqa: SIM118 (no mapping)
+                    index, _, name = key.partition(".")
+                    if key == "valid":
+                        state.valid = file.get_tensor(key)
+                    else:
+                        state.layers[int(index)].put(name, file.get_tensor(key))
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+        state.seen_tokens = meta["seen_tokens"]
+        state._shorten()
+        return state
+
+    def _shorten(self) -> None:
+        """Keep no more positions than the window asks for (it may have been longer when they were written)."""
+        window = self.config.attention_window
+        for layer in self.layers:
+            if isinstance(layer, SRUppAttentionLayer):
+                layer.cumulative_length = self.seen_tokens
+                if layer.keys is not None:
+                    first = max(0, layer.keys.shape[2] - window)
+                    layer.keys, layer.values = layer.keys[:, :, first:], layer.values[:, :, first:]
+        if self.valid is not None:
+            self.valid = self.valid[:, max(0, self.valid.shape[1] - window) :]
+
+
+def _last(old: Tensor | None, new: Tensor, size: int, order: Tensor | None) -> Tensor:
+    """The `size` positions to keep of `old` (B, H, M, e) and `new` (B, H, T, e): the last ones, or those in `order`."""
+    if order is None and new.shape[2] >= size:
+        return new[:, :, new.shape[2] - size :].contiguous()
+    if old is None:
+        whole = new
+    elif order is None:
+        whole = torch.cat([old[:, :, old.shape[2] + new.shape[2] - size :], new], dim=2)
+    else:
+        whole = torch.cat([old, new], dim=2)
+    if order is None:
+        return whole
+    return whole.gather(2, order[:, None, :, None].expand(-1, whole.shape[1], -1, whole.shape[3]))
