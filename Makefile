@@ -1,0 +1,44 @@
+# make demo | make test | make lint: each sets up .venv itself; a second call reuses what stands.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+BUILT_FROM := $(wildcard csrc/*) CMakeLists.txt pyproject.toml constraints.txt
+
+.PHONY: demo test lint format setup clean
+
+demo: $(VENV)/.installed
+	$(BIN)/undertow demo
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup: $(VENV)/.installed-test
+
+clean:
+	rm -rf $(VENV) build dist
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "undertow needs $(PYTHON) 3.10 or newer with its venv module (Debian: python3-venv python3-dev)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The build tools come first and the package is built without isolation, so that everything is pinned by constraints.txt.
+$(VENV)/.installed: $(BUILT_FROM) | $(BIN)/python
+	@echo "setting up $(VENV): torch and the other dependencies, then the C++ part (some minutes the first time)"
+	$(PIP) torch scikit-build-core nanobind cmake ninja
+	$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) --no-build-isolation --editable ".[test,dev,parity]"
+	@touch $@
