@@ -1,5 +1,7 @@
 """Layers: SRU and SRU++, used like `torch.nn.LSTM`."""
 
-from undertow.nn.srupp import SRUppCell
+from undertow.nn.attention import WindowMask, attend
+from undertow.nn.sru import SRU, SRUCell
+from undertow.nn.srupp import SRUpp, SRUppCell, SRUppState
 
-__all__ = ["SRUppCell"]
+__all__ = ["SRU", "SRUCell", "SRUpp", "SRUppCell", "SRUppState", "WindowMask", "attend"]

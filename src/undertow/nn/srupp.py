@@ -6,13 +6,18 @@ arXiv 2102.12459.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
 
 from undertow.nn.attention import WindowMask, attend
 from undertow.nn.cell import Activation, GatedCell, LayerNormPlace, clear
 from undertow.nn.checks import check_input, check_mask, check_probabilities, check_shape, check_sizes
+from undertow.nn.memory import Memory, SRUppState
+from undertow.nn.stack import Stack
 
 KeysValues = tuple[Tensor, Tensor]
 
@@ -223,6 +228,8 @@ class SRUppCell(GatedCell):
         if padding_mask is None and memory_padding_mask is None and resets is None:
             return mask
         B, T, M = q.shape[0], q.shape[2], S - q.shape[2]
+        if resets is not None and padding_mask is not None:
+            resets = resets & ~padding_mask
 
         def keys(memory: Tensor | None, present: Tensor | None, dtype: torch.dtype) -> Tensor:
             memory = torch.zeros(B, M, dtype=dtype, device=q.device) if memory is None else memory
@@ -252,8 +259,8 @@ class SRUppCell(GatedCell):
     ) -> None:
         self.check_call(x, c0, padding_mask, resets)
         if not self.attention:
-            if memory is not None or past is not None:
-                raise ValueError("this cell has no attention: it can use neither memory nor past")
+            if any(given is not None for given in (memory, past, mask, memory_padding_mask)):
+                raise ValueError("this cell has no attention: it can use no memory, past, mask or memory_padding_mask")
             return
         B, T, _ = x.shape
         M = 0
@@ -288,3 +295,194 @@ class SRUppCell(GatedCell):
         """The sizes and the options that differ from the plain cell."""
         heads = f", num_heads={self.num_heads}" if self.num_heads > 1 else ""
         return f"{super().extra_repr()}, projection_size={self.projection_size}{heads}, attention={self.attention}"
+
+
+class SRUpp(Stack):
+    """Layers of SRU++, used like `torch.nn.GRU`: `output, state = srupp(input, state)`.
+
+    Args:
+        input_size: d_in, the width of the input.
+        hidden_size: d, the width of the output in each direction.
+        projection_size: p, the width of the attention; d / 4 or d / 8 in the paper.
+        num_layers: layers, each reading the output of the one before.
+        bias: False: the gates' biases stay at their first values.
+        batch_first: input and output are (B, T, ...), not (T, B, ...). As in `nn.LSTM`, states have the layer first
+            either way.
+        dropout: on what W3 reads, ordinary dropout; and one mask a row, shared over time, on what the highway of each
+            layer but the last adds to its input.
+        bidirectional: a second recurrence a layer runs from the end of each row; attention sees both sides.
+        num_heads: attention heads; must divide p.
+        attention_every: attention in every k-th layer only. With k = 5 of 10 layers the paper loses next to nothing.
+        attention_last: attention in the last n layers only.
+        attention_window: W: a position attends to itself and to the W real positions before it, and the state
+            remembers W positions. None: to all that came before, and the state grows with the text.
+        attention_dropout: on the attention map.
+        project_input_first: where the input is not as wide as the output, one matrix brings it there before the first
+            layer, which then needs no fourth part of u.
+        variational_dropout: one mask a row, shared over time, on the input of each layer's W1.
+        device: where the parameters are created.
+        dtype: of the parameters.
+        layer_norm, projection_layer_norm, normalize_memory, highway_bias, rescale, activation, skip, alpha_init,
+            weight_c_init: see `SRUppCell`.
+
+    Raises:
+        ValueError: a size below 1, a probability outside [0, 1), p not divisible by the heads, both attention_every and
+            attention_last, attention_window with bidirectional.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        projection_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        num_heads: int = 1,
+        attention_every: int = 1,
+        attention_last: int | None = None,
+        attention_window: int | None = None,
+        attention_dropout: float = 0.0,
+        project_input_first: bool = False,
+        layer_norm: LayerNormPlace = "none",
+        projection_layer_norm: bool = True,
+        normalize_memory: bool = True,
+        highway_bias: float = -2.0,
+        rescale: bool = False,
+        activation: Activation = "identity",
+        skip: bool = True,
+        alpha_init: float = 0.0,
+        variational_dropout: float = 0.0,
+        weight_c_init: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, project_input_first
+        )
+        check_sizes(attention_every=attention_every)
+        if attention_window is not None:
+            check_sizes(attention_window=attention_window)
+            if bidirectional:
+                raise ValueError("attention_window looks back only: it does not go with bidirectional=True")
+        if attention_last is not None:
+            if attention_every != 1:
+                raise ValueError("attention_every and attention_last exclude each other: give one of them")
+            if not 0 <= attention_last <= num_layers:
+                raise ValueError(f"attention_last must be between 0 and num_layers={num_layers}, got {attention_last}")
+        self.projection_size = projection_size
+        self.attention_window = attention_window
+
+        def attends(i: int) -> bool:
+            return (i + 1) % attention_every == 0 if attention_last is None else num_layers - i <= attention_last
+
+        self.layers = nn.ModuleList(
+            SRUppCell(
+                self.layer_input_size(i),
+                hidden_size,
+                projection_size,
+                num_heads=num_heads,
+                attention=attends(i),
+                dropout=dropout,
+                attention_dropout=attention_dropout,
+                bidirectional=bidirectional,
+                bias=bias,
+                layer_norm=layer_norm,
+                projection_layer_norm=projection_layer_norm,
+                normalize_memory=normalize_memory,
+                highway_bias=highway_bias,
+                rescale=rescale,
+                activation=activation,
+                skip=skip,
+                alpha_init=alpha_init,
+                highway_dropout=self.layer_dropout(i),
+                variational_dropout=variational_dropout,
+                weight_c_init=weight_c_init,
+            )
+            for i in range(num_layers)
+        )
+        self.reset_parameters()
+        self.to(device=device, dtype=dtype)
+
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        state: SRUppState | Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        memory: Sequence[Tensor | None] | None = None,
+        padding_mask: Tensor | None = None,
+        memory_padding_mask: Tensor | None = None,
+        resets: Tensor | None = None,
+    ) -> tuple[Tensor | PackedSequence, SRUppState]:
+        """Read a batch of texts, or go on reading them.
+
+        Args:
+            input: (T, B, d_in), (B, T, d_in) with `batch_first`, (T, d_in) for a single text, or a PackedSequence.
+            state: as an earlier call returned it, or c alone, (layers * D, B, d); None: nothing came before.
+            mask: who may attend to whom, in place of the causal or windowed default: see `SRUppCell`. Padding and
+                resets are respected beside it.
+            memory: for each layer its inputs at the M positions before, (B, M, width), in place of the state's.
+            padding_mask: bool, the input's shape without its last dimension; true at padding.
+            memory_padding_mask: (B, M) bool, true where `memory` does not count.
+            resets: bool, the input's shape without its last dimension; true where a document starts.
+
+        Returns:
+            output in the form of the input, D*d wide, zeros at padding; state, each row's own last one.
+
+        Raises:
+            ValueError: a shape or device that does not fit.
+            TypeError: a dtype that does not fit.
+        """
+        batch, x = self.read(input, padding_mask, resets)
+        if not isinstance(state, SRUppState):
+            state = None if state is None else SRUppState(state)
+        c0s = self.split_state(None if state is None else state.c, batch)
+        before = self._memory(state, memory, memory_padding_mask)
+        if mask is None and self.attention_window is not None:
+            mask = before.window_mask(self.attention_window, batch)
+
+        cs: list[Tensor] = []
+        inputs: list[Tensor | None] = []
+        for layer, c0, m in zip(self.layers, c0s, before.layers, strict=True):
+            # What the first layer reads is the caller's, who may write into it later.
+            inputs.append((x.clone() if x is batch.x else x) if layer.attention else None)
+            x, c, _ = layer(
+                x,
+                c0,
+                memory=m,
+                mask=mask if layer.attention else None,
+                padding_mask=batch.padding_mask,
+                memory_padding_mask=before.forgotten if layer.attention else None,
+                resets=batch.resets,
+            )
+            cs.append(c)
+        after = before.append(inputs, batch, self.attention_window)
+        remembers = any(m is not None for m in after.layers)
+        return batch.restore(x), SRUppState(
+            self.join_state(cs, batch), after.layers if remembers else None, after.forgotten if remembers else None
+        )
+
+    def _memory(
+        self, state: SRUppState | None, memory: Sequence[Tensor | None] | None, memory_padding_mask: Tensor | None
+    ) -> Memory:
+        """What was given, or what the state holds, for the layers with attention."""
+        if memory is None and memory_padding_mask is not None:
+            raise ValueError("memory_padding_mask says which positions of memory count: it needs memory")
+        if state is not None and state.memory is not None:
+            if memory is not None:
+                raise ValueError("the state holds a memory of its own: give memory, or the state, or both with state.c")
+            memory, memory_padding_mask = state.memory, state.memory_padding_mask
+        if memory is None:
+            return Memory((None,) * self.num_layers, None)
+        if len(memory) != self.num_layers:
+            raise ValueError(f"memory must hold one entry a layer, {self.num_layers} of them, got {len(memory)}")
+        used = tuple(m if layer.attention else None for m, layer in zip(memory, self.layers, strict=True))
+        attending = [m for m, layer in zip(used, self.layers, strict=True) if layer.attention]
+        lengths = [None if m is None else m.shape[1] for m in attending]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"memory must be equally long in each layer with attention, got lengths {lengths}")
+        return Memory(used, memory_padding_mask)
