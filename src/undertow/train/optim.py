@@ -1,0 +1,77 @@
+"""Optimisers and the learning rate's course."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from undertow.train.config import TrainConfig
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """RAdam or AdamW over the trainable parameters, with decoupled weight decay.
+
+    RAdam: Liu et al., arXiv 1908.03265; torch's own default there is L2 regularisation, which is why it is asked for
+    ``decoupled_weight_decay``. AdamW: Loshchilov and Hutter, arXiv 1711.05101.
+    """
+    decayed: list[nn.Parameter] = []
+    free: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (decayed if config.decay == "all" or _is_matrix(name, parameter) else free).append(parameter)
+    if not decayed and not free:
+        raise ValueError("the model has no trainable parameter")
+    groups: list[dict[str, Any]] = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in ((decayed, config.weight_decay), (free, 0.0))
+        if parameters
+    ]
+    betas = (config.beta1, config.beta2)
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
+    return torch.optim.RAdam(
+        groups, lr=config.learning_rate, betas=betas, eps=config.eps, decoupled_weight_decay=True, foreach=True
+    )
+
+
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    # A recurrent cell keeps its gates' vectors and biases as two rows of one tensor: vectors all the same.
+    last = name.rpartition(".")[2]
+    return parameter.ndim >= 2 and "bias" not in last and last not in ("weight_c", "alpha")
+
+
+def progress(config: TrainConfig, step: int, seconds: float) -> float:
+    """The share of the budget that is used up, in [0, 1]: steps or minutes, whichever is further."""
+    shares = [0.0]
+    if config.steps is not None:
+        shares.append(step / config.steps)
+    if config.minutes is not None:
+        shares.append(seconds / (60 * config.minutes))
+    return min(1.0, max(shares))
+
+
+def learning_rate(config: TrainConfig, step: int, seconds: float = 0.0) -> float:
+    """The learning rate of the step that follows ``step`` steps and ``seconds`` of training.
+
+    Linear warm-up to ``learning_rate``, then constant or ``floor + (top - floor) (1 + cos(pi s)) / 2`` where s runs
+    from 0 at the end of the warm-up to 1 at the end of the budget. The first step has a rate above zero.
+    """
+    top, floor = config.learning_rate, config.min_learning_rate
+    used = progress(config, step, seconds)
+    if config.warmup >= 1:
+        if step + 1 < config.warmup:
+            return top * (step + 1) / config.warmup
+        # The share of the budget at which the warm-up ended; with minutes it is known only by the pace so far.
+        start = config.warmup / config.steps if config.steps else min(used, used * config.warmup / max(step, 1))
+    else:
+        start = config.warmup
+        ahead = progress(config, step + 1, seconds)
+        if ahead < start:
+            return top * ahead / start if ahead > 0 else top * 1e-3
+    if config.schedule == "constant":
+        return top
+    along = min(1.0, max(0.0, (used - start) / max(1e-12, 1 - start)))
+    return floor + (top - floor) * (1 + math.cos(math.pi * along)) / 2
