@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -120,20 +121,22 @@ class GatedCell(nn.Module):
         if self.training and self.highway_dropout > 0:
             dropout_mask = F.dropout(self._ones(x.shape[0], self.output_size), self.highway_dropout)
 
-        def part(tensor: Tensor | None, direction: int) -> Tensor | None:
-            return tensor if tensor is None or D == 1 else tensor[..., direction * d : (direction + 1) * d]
+        def split(tensor: Tensor | None) -> Sequence[Tensor | None]:
+            return [None] * D if tensor is None else tensor.chunk(D, dim=-1)
 
+        xs, c0s, dropout_masks = split(highway), split(c0), split(dropout_mask)
+        weights, biases = self.weight_c.chunk(D, dim=-1), self.bias.chunk(D, dim=-1)
         directions = [
             recurrence(
                 u[:, :, i],
-                part(highway, i),
-                part(self.weight_c, i),
-                part(self.bias, i),
-                part(c0, i),
+                xs[i],
+                weights[i],
+                biases[i],
+                c0s[i],
                 activation=self.activation,
                 skip=self.skip,
                 scale=self.scale,
-                dropout_mask=part(dropout_mask, i),
+                dropout_mask=dropout_masks[i],
                 padding_mask=padding_mask,
                 resets=resets,
                 reverse=i == 1,

@@ -259,8 +259,8 @@ class SRUppCell(GatedCell):
     ) -> None:
         self.check_call(x, c0, padding_mask, resets)
         if not self.attention:
-            if any(given is not None for given in (memory, past, mask, memory_padding_mask)):
-                raise ValueError("this cell has no attention: it can use no memory, past, mask or memory_padding_mask")
+            if memory is not None or past is not None:
+                raise ValueError("this cell has no attention: it can use neither memory nor past")
             return
         B, T, _ = x.shape
         M = 0
@@ -412,7 +412,7 @@ class SRUpp(Stack):
         input: Tensor | PackedSequence,
         state: SRUppState | Tensor | None = None,
         *,
-        mask: Tensor | None = None,
+        mask: Tensor | WindowMask | None = None,
         memory: Sequence[Tensor | None] | None = None,
         padding_mask: Tensor | None = None,
         memory_padding_mask: Tensor | None = None,
@@ -454,9 +454,9 @@ class SRUpp(Stack):
                 x,
                 c0,
                 memory=m,
-                mask=mask if layer.attention else None,
+                mask=mask,
                 padding_mask=batch.padding_mask,
-                memory_padding_mask=before.forgotten if layer.attention else None,
+                memory_padding_mask=before.forgotten,
                 resets=batch.resets,
             )
             cs.append(c)
