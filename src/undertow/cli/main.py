@@ -187,6 +187,8 @@ def arrange(name: str, words: list[str], fields: dict[str, Any], positional: Seq
             raise UsageError(f"undertow {name} has no option --{key}{near}; undertow {name} --help lists them")
         if key in free:
             free.remove(key)
+        if dataclasses.is_dataclass(fields.get(key)):
+            raise UsageError(f"--{key} has options of its own: --{key}.…; undertow {name} --help lists them")
         if key in ("help", "print_config"):
             arranged.append(word.replace("-", "_").replace("__", "--", 1) if equals else f"--{key}")
             continue
@@ -251,14 +253,16 @@ def check_yaml(path: str, fields: dict[str, Any]) -> None:
             full = f"{prefix}{key}"
             if full not in fields:
                 raise UsageError(f"{path}: there is no option {full!r}{_nearest(full, fields)}")
-            if isinstance(value, dict) and dataclasses.is_dataclass(fields[full]):
+            if dataclasses.is_dataclass(fields[full]):
+                if not isinstance(value, dict):
+                    raise UsageError(f"{path}: {full} should hold options of its own, not {value!r}")
                 walk(value, f"{full}.")
 
     walk(tree, "")
 
 
 def _nearest(word: str, names: typing.Iterable[str], dashes: bool = False) -> str:
-    """``; did you mean …?``, or nothing where no name is near."""
+    """`` (did you mean …?)``, or nothing where no name is near."""
     names = list(names)
     found = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if not found:  # the inner name alone, as in --hidden_size for --model.hidden_size
@@ -266,7 +270,7 @@ def _nearest(word: str, names: typing.Iterable[str], dashes: bool = False) -> st
         found = [inner[near] for near in difflib.get_close_matches(word.rpartition(".")[2], inner, n=1, cutoff=0.6)]
     if not found:
         return ""
-    return f"; did you mean {'--' if dashes else ''}{found[0]}?"
+    return f" (did you mean {'--' if dashes else ''}{found[0]}?)"
 
 
 def _type_name(hint: Any) -> str:

@@ -37,13 +37,18 @@ def read_metrics(path: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]
     return kinds
 
 
-def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Exponential running mean, corrected for its start (so that the first value is the first value)."""
-    mean, norm, out = 0.0, 0.0, []
-    for value in values:
-        mean = weight * mean + (1 - weight) * value
-        norm = weight * norm + (1 - weight)
-        out.append(mean / norm)
+def smooth(values: Sequence[float], share: float = 1 / 20) -> list[float]:
+    """Mean over a window around each value, as wide as ``share`` of all and narrower at the start.
+
+    Centred: a running mean of the past would lag behind a falling loss and draw it too high.
+    """
+    count = len(values)
+    half = round(count * share / 2)
+    out = []
+    for index in range(count):
+        before = min(half, index)
+        part = values[index - before : index + min(before, count - 1 - index) + 1]
+        out.append(sum(part) / len(part))
     return out
 
 
@@ -83,47 +88,51 @@ def learning_curve(
     unit = "byte" if all(line.get("bits_per_byte") is not None for line in train + valid) else "token"
     key = f"bits_per_{unit}"
 
+    # Minutes are read more easily than thousands of seconds.
+    minutes = x == "seconds" and max(line[x] for line in train + valid) > 300
+    time = "minutes of training" if minutes else "seconds of training"
+    along = {"seconds": time, "step": "steps", "tokens": "tokens"}
+
+    def places(records: list[dict[str, Any]]) -> list[float]:
+        return [line[x] / 60 if minutes else line[x] for line in records]
+
     figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     blue, orange, grey = "#1f6fb4", "#d9660f", "#5f6670"
     if train:
-        at, raw = [line[x] for line in train], [line[key] for line in train]
-        soft = smooth(raw)
-        axes.plot(at, raw, color=blue, alpha=0.25, linewidth=1)
-        axes.plot(at, soft, color=blue, linewidth=2, label="training (smoothed)")
+        raw = [line[key] for line in train]
+        axes.plot(places(train), raw, color=blue, alpha=0.25, linewidth=1)
+        axes.plot(places(train), smooth(raw), color=blue, linewidth=2, label="training")
     if valid:
-        at, values = [line[x] for line in valid], [line[key] for line in valid]
+        at, values = places(valid), [line[key] for line in valid]
         axes.plot(at, values, color=orange, linewidth=1.2, marker="o", markersize=4.5, label="validation")
         best = min(range(len(values)), key=values.__getitem__)
         axes.annotate(
-            f"{values[best]:.3f}", (at[best], values[best]), textcoords="offset points", xytext=(0, -13),
-            ha="right" if best else "left", color=orange, fontsize=9, fontweight="bold",
+            f"{values[best]:.3f}", (at[best], values[best]), textcoords="offset points", xytext=(2, 7),
+            ha="center", color=orange, fontsize=9, fontweight="bold",
         )  # fmt: skip
 
     # The first steps stand far above all that follows; cutting them off leaves room for what one wants to see.
-    settled = (
-        [line[key] for line in train[len(train) // 20 :]] + [line[key] for line in valid] + list((lines or {}).values())
-    )
+    peers = dict(lines or {})
+    settled = [line[key] for line in train[len(train) // 20 :] + valid] + list(peers.values())
     low, high = min(settled), max(settled)
-    room = max(0.05 * (high - low), 0.02)
-    axes.set_ylim(low - 3 * room, high + room)
+    room = max(0.06 * (high - low), 0.02)
+    axes.set_ylim(low - room, high + room)
 
-    for index, (name, value) in enumerate((lines or {}).items()):
+    # Their names stand at the left, where the curves are still high above them.
+    below = False
+    for index, (name, value) in enumerate(sorted(peers.items(), key=lambda pair: -pair[1])):
         axes.axhline(value, color=grey, linewidth=1, linestyle=(0, (4, 3)) if index % 2 == 0 else (0, (1, 2)), zorder=0)
         axes.annotate(
-            f"{name}  {value:.3f}", (1.0, value), xycoords=axes.get_yaxis_transform(), textcoords="offset points",
-            xytext=(-4, 3), ha="right", va="bottom", color=grey, fontsize=9,
+            f"{name}  {value:.3f}", (0.0, value), xycoords=axes.get_yaxis_transform(), textcoords="offset points",
+            xytext=(4, -3 if below else 3), ha="left", va="top" if below else "bottom", color=grey, fontsize=9,
         )  # fmt: skip
-    minutes = x == "seconds" and max(line[x] for line in train + valid) > 300
-    if minutes:
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds / 60:g}"))
-    elif x == "tokens":
+        below = not below and any(0 < value - other < room for other in peers.values())
+    if x == "tokens":
         axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: _short(n)))
-    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 3, 5, 6, 10] if x == "seconds" else None))
-    axes.set_xlabel(
-        {"seconds": "minutes of training" if minutes else "seconds of training"}.get(x, "steps" if x == "step" else x)
-    )
+    axes.xaxis.set_major_locator(MaxNLocator(8))
+    axes.set_xlabel(along[x])
     axes.set_ylabel(f"bits per {unit}")
     axes.set_title(title or "", loc="left", fontsize=11)
     axes.set_xlim(left=0)
@@ -131,8 +140,7 @@ def learning_curve(
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    if train or valid:
-        axes.legend(frameon=False, loc="upper right", fontsize=9)
+    axes.legend(frameon=False, loc="upper right", fontsize=9)
     if path is None:
         folder = Path(run) if Path(run).is_dir() else Path(run).parent
         path = folder / "curve.png"
