@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from undertow.nn.cell import GatedCell
+from undertow.nn.cell import GatedCell, clear
 from undertow.nn.checks import check_device, check_input, check_mask, check_probabilities, check_shape, check_sizes
 
 
@@ -132,7 +132,7 @@ class Stack(nn.Module):
         for name, mask in (("padding_mask", batch.padding_mask), ("resets", batch.resets)):
             if mask is not None:
                 check_mask(name, mask, weight, B=x.shape[0], T=x.shape[1])
-        return batch, x if self.input_proj is None else self.input_proj(x)
+        return batch, x if self.input_proj is None else self.input_proj(clear(x, batch.padding_mask))
 
     def split_state(self, c: Tensor | None, batch: Batch) -> list[Tensor | None]:
         """(layers * directions, B, d), or None, as one (B, D*d) a layer."""
