@@ -20,6 +20,8 @@ from transformers.cache_utils import Cache, LinearAttentionAndSlidingWindowAtten
 from .configuration import SRUppConfig
 
 # Sizes of a model that a state has to fit, and nothing else of its configuration.
+_TAIL = 8  # token ids remembered to recognise a text by
+
 _FITS = (
     "num_hidden_layers",
     "hidden_size",
@@ -33,9 +35,13 @@ _FITS = (
 class SRUppRecurrentLayer(LinearAttentionLayer):
     """State of a layer without attention: c (B, d), which is `recurrent_states[0]`."""
 
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    cumulative_length = 0
+
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Assign rather than copy in place, so that gradients flow through any number of updates."""
-        self.device, self.dtype = recurrent_states.device, recurrent_states.dtype
+        self.device, self.dtype = recurrent_states.device, recurrent_states.dtype  # type: ignore[assignment]
         self.recurrent_states[state_idx] = recurrent_states
         self.is_recurrent_states_initialized[state_idx] = True
         self.has_previous_state[state_idx] = True
@@ -60,7 +66,9 @@ class SRUppRecurrentLayer(LinearAttentionLayer):
         self.update_recurrent_state(tensor)
 
 
-class SRUppAttentionLayer(LinearAttentionAndSlidingWindowAttentionLayer, SRUppRecurrentLayer):
+class SRUppAttentionLayer(  # type: ignore[misc, override]
+    LinearAttentionAndSlidingWindowAttentionLayer, SRUppRecurrentLayer
+):
     """State of a layer with attention: c (B, d), and `keys`, `values` (B, H, M, d'/H) of the last M <= W positions."""
 
     update_recurrent_state = SRUppRecurrentLayer.update_recurrent_state
@@ -79,7 +87,7 @@ class SRUppAttentionLayer(LinearAttentionAndSlidingWindowAttentionLayer, SRUppRe
 
     def tensors(self) -> dict[str, Tensor]:
         """What is remembered, by name."""
-        if self.keys is None:
+        if self.keys is None or self.values is None:
             return super().tensors()
         return super().tensors() | {"keys": self.keys, "values": self.values}
 
@@ -100,10 +108,14 @@ class SRUppCache(Cache):
 
     Attributes:
         layers: one a layer of the model.
-        valid: (B, M) bool, false where a remembered position is none (short texts, padding, a document that has ended);
-            None while all of them are real.
+        valid: (B, M) bool, false where a remembered position is none (short texts, padding, a document that has
+            ended); None while all of them are real.
+        tail: (B, up to 8), the token ids last read, by which `generate` tells a text that starts with what was read
+            from one that goes on after it; None where embeddings were read.
         seen_tokens: positions given so far, padding included: what `get_seq_length` answers.
     """
+
+    layers: list[SRUppRecurrentLayer]  # type: ignore[assignment]
 
     def __init__(self, config: SRUppConfig) -> None:
         layers: list[Any] = [
@@ -113,6 +125,7 @@ class SRUppCache(Cache):
         super().__init__(layers=layers)
         self.config = config
         self.valid: Tensor | None = None
+        self.tail: Tensor | None = None
         self.seen_tokens = 0
 
     # -- what the model does with it -----------------------------------------------------------------------------
@@ -120,7 +133,7 @@ class SRUppCache(Cache):
     @property
     def past(self) -> int:
         """M, the number of remembered positions; 0 without attention."""
-        return next((l.keys.shape[2] for l in self.layers if getattr(l, "keys", None) is not None), 0)
+        return next((layer.keys.shape[2] for layer in self.layers if layer.keys is not None), 0)
 
     def recurrent(self, layer_idx: int) -> Tensor | None:
         """The recurrent state c (B, d) of a layer, None at the start of a text."""
@@ -129,9 +142,7 @@ class SRUppCache(Cache):
     def keys_values(self, layer_idx: int) -> tuple[Tensor, Tensor] | None:
         """Remembered keys and values (B, H, M, d'/H) of a layer, None at the start of a text and without attention."""
         layer = self.layers[layer_idx]
-        if getattr(layer, "keys", None) is None:
-            return None
-        return layer.keys, layer.values
+        return None if layer.keys is None or layer.values is None else (layer.keys, layer.values)
 
     def advance(
         self,
@@ -140,6 +151,7 @@ class SRUppCache(Cache):
         length: int,
         padding_mask: Tensor | None = None,
         resets: Tensor | None = None,
+        input_ids: Tensor | None = None,
     ) -> None:
         """Move on by a piece of T positions, of which every layer has computed c and its new keys and values.
 
@@ -149,19 +161,31 @@ class SRUppCache(Cache):
             length: T.
             padding_mask: (B, T) bool, true at padding: not remembered.
             resets: (B, T) bool, true where a document starts: nothing before the last one is remembered.
+            input_ids: (B, T), the tokens of the piece.
         """
-        past, window = self.past, self.config.attention_window
-        size = min(past + length, window)
+        past = self.past
+        attends = any(new is not None for new in keys_values)
+        size = min(past + length, self.config.attention_window) if attends else 0
         keep, order = self._kept(past, length, size, padding_mask, resets)
         for layer, c_i, new in zip(self.layers, c, keys_values, strict=True):
             layer.update_recurrent_state(c_i)
             if new is not None:
-                old = (layer.keys, layer.values) if layer.keys is not None else (None, None)
-                layer.keys, layer.values = (_last(o, n, size, order) for o, n in zip(old, new, strict=True))
-                layer.is_initialized = True
+                layer.put("keys", _last(layer.keys, new[0], size, order))
+                layer.put("values", _last(layer.values, new[1], size, order))
                 layer.cumulative_length += length
         self.valid = keep
+        if input_ids is None or (self.tail is None and self.seen_tokens):
+            self.tail = None
+        else:
+            self.tail = torch.cat([input_ids[:, :0] if self.tail is None else self.tail, input_ids], 1)[:, -_TAIL:]
         self.seen_tokens += length
+
+    def starts(self, input_ids: Tensor) -> bool:
+        """Whether `input_ids` (B, T) is a whole text, of which this state has read the beginning, but not all."""
+        n = self.seen_tokens
+        if self.tail is None or input_ids.shape[1] <= n or input_ids.shape[0] != self.tail.shape[0]:
+            return self.tail is None and input_ids.shape[1] > n
+        return torch.equal(input_ids[:, n - self.tail.shape[1] : n], self.tail.to(input_ids.device))
 
     def _kept(
         self, past: int, length: int, size: int, padding_mask: Tensor | None, resets: Tensor | None
@@ -193,8 +217,9 @@ class SRUppCache(Cache):
         """Replace every tensor, the first dimension of which is the batch, by `function` of it."""
         for layer in self.layers:
             layer.map_(function)
-        if self.valid is not None:
-            self.valid = function(self.valid)
+        for name in ("valid", "tail"):
+            if getattr(self, name) is not None:
+                setattr(self, name, function(getattr(self, name)))
         return self
 
     def detach_(self) -> SRUppCache:
@@ -211,9 +236,9 @@ class SRUppCache(Cache):
         for mine, its in zip(self.layers, other.layers, strict=True):
             for name, tensor in mine.tensors().items():
                 its.put(name, tensor.clone())
-            if isinstance(its, SRUppAttentionLayer):
-                its.cumulative_length = mine.cumulative_length
+            its.cumulative_length = mine.cumulative_length
         other.valid = None if self.valid is None else self.valid.clone()
+        other.tail = None if self.tail is None else self.tail.clone()
         other.seen_tokens = self.seen_tokens
         return other
 
@@ -227,7 +252,8 @@ class SRUppCache(Cache):
                 f"reset_rows wants a bool tensor of shape ({batch},), got {rows.dtype} of {tuple(rows.shape)}"
             )
         for layer in self.layers:
-            layer.update_recurrent_state(layer.recurrent_states[0].masked_fill(rows[:, None].to(layer.device), 0.0))
+            c = layer.tensors()["c"]
+            layer.put("c", c.masked_fill(rows[:, None].to(c.device), 0.0))
         if self.past:
             valid = rows.new_ones(batch, self.past) if self.valid is None else self.valid
             valid = valid & ~rows[:, None].to(valid.device)
@@ -238,7 +264,7 @@ class SRUppCache(Cache):
         """Forget everything: the next piece starts a text."""
         for layer in self.layers:
             layer.reset()
-        self.valid = None
+        self.valid = self.tail = None
         self.seen_tokens = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -266,13 +292,13 @@ class SRUppCache(Cache):
     def nbytes(self) -> int:
         """Bytes that the tensors of the state take."""
         tensors = [t for layer in self.layers for t in layer.tensors().values()]
-        return sum(t.numel() * t.element_size() for t in tensors + ([] if self.valid is None else [self.valid]))
+        tensors += [t for t in (self.valid, self.tail) if t is not None]
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     def save(self, path: str | Path) -> None:
         """Write the state to a safetensors file."""
         tensors = {f"{i}.{name}": t for i, layer in enumerate(self.layers) for name, t in layer.tensors().items()}
-        if self.valid is not None:
-            tensors["valid"] = self.valid
+        tensors |= {name: t for name in ("valid", "tail") if (t := getattr(self, name)) is not None}
         meta = {name: getattr(self.config, name) for name in _FITS} | {"seen_tokens": self.seen_tokens}
         save_file({k: t.detach().contiguous() for k, t in tensors.items()}, path, {"srupp_state": json.dumps(meta)})
 
@@ -297,8 +323,8 @@ class SRUppCache(Cache):
                         )
                 for key in file.keys():  # noqa: SIM118 (no mapping)
                     index, _, name = key.partition(".")
-                    if key == "valid":
-                        state.valid = file.get_tensor(key)
+                    if key in ("valid", "tail"):
+                        setattr(state, key, file.get_tensor(key))
                     else:
                         state.layers[int(index)].put(name, file.get_tensor(key))
         except SafetensorError as error:
@@ -311,11 +337,10 @@ class SRUppCache(Cache):
         """Keep no more positions than the window asks for (it may have been longer when they were written)."""
         window = self.config.attention_window
         for layer in self.layers:
-            if isinstance(layer, SRUppAttentionLayer):
+            for name in layer.tensors().keys() - {"c"}:
+                whole = layer.tensors()[name]
+                layer.put(name, whole[:, :, max(0, whole.shape[2] - window) :])
                 layer.cumulative_length = self.seen_tokens
-                if layer.keys is not None:
-                    first = max(0, layer.keys.shape[2] - window)
-                    layer.keys, layer.values = layer.keys[:, :, first:], layer.values[:, :, first:]
         if self.valid is not None:
             self.valid = self.valid[:, max(0, self.valid.shape[1] - window) :]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -56,8 +56,8 @@ class SRUppConfig(PreTrainedConfig):
     embedding_dropout: float = 0.0
     embedding_size: int | None = None
     highway_bias: float = -2.0
-    layer_norm: str = "none"
-    activation: str = "identity"
+    layer_norm: Literal["none", "before", "after"] = "none"
+    activation: Literal["identity", "tanh"] = "identity"
     alpha_init: float = 0.0
     tie_word_embeddings: bool = False
     use_cache: bool = True

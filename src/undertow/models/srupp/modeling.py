@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -35,7 +35,7 @@ class SRUppPreTrainedModel(PreTrainedModel):
     config: SRUppConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("SRUppCell",)
+    _no_split_modules = ["SRUppCell"]  # noqa: RUF012 (transformers' own convention)
     _supports_sdpa = True
     _is_stateful = True
 
@@ -69,7 +69,7 @@ class SRUppModel(SRUppPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_size)
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         last = config.num_hidden_layers - 1
-        self.layers = nn.ModuleList(
+        self.layers: Any = nn.ModuleList(
             SRUppCell(
                 config.hidden_size if i else config.embedding_size,
                 config.hidden_size,
@@ -112,15 +112,17 @@ class SRUppModel(SRUppPreTrainedModel):
         cache = self._state(kwargs.get("past_key_values") if cache is None else cache, use_cache, B)
         padding_mask = _padding_mask(attention_mask, B, T)
         resets = _resets(resets, B, T)
-        mask = WindowMask.build(
-            self.config.attention_window,
-            T,
-            cache.past if cache is not None else 0,
-            past_valid=cache.valid if cache is not None else None,
-            padding_mask=padding_mask,
-            resets=resets,
-            device=x.device,
-        )
+        mask = None
+        if any(layer.attention for layer in self.layers):
+            mask = WindowMask.build(
+                self.config.attention_window,
+                T,
+                cache.past if cache is not None else 0,
+                past_valid=cache.valid if cache is not None else None,
+                padding_mask=padding_mask,
+                resets=resets,
+                device=x.device,
+            )
         checkpointed = self.gradient_checkpointing and self.training
         hidden_states: list[Tensor] = []
         c: list[Tensor] = []
@@ -136,7 +138,7 @@ class SRUppModel(SRUppPreTrainedModel):
             keys_values.append(new)
         hidden_states.append(x)
         if cache is not None:
-            cache.advance(c, keys_values, T, padding_mask, resets)
+            cache.advance(c, keys_values, T, padding_mask, resets, input_ids)
         return BaseModelOutputWithPast(
             last_hidden_state=x, cache=cache, hidden_states=tuple(hidden_states) if output_hidden_states else None
         )
@@ -269,10 +271,12 @@ class SRUppForCausalLM(SRUppPreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else slice(None)
         logits = self.lm_head(x[:, kept if isinstance(logits_to_keep, int) else logits_to_keep])
         loss = None
-        if labels is not None or shift_labels is not None:
+        if shift_labels is not None:
+            labels = shift_labels = shift_labels.contiguous()
+        if labels is not None:
             loss = self.loss_function(
                 logits=logits,
-                labels=shift_labels if labels is None else labels,
+                labels=labels,
                 shift_labels=shift_labels,
                 vocab_size=self.config.vocab_size,
                 **kwargs,
@@ -282,16 +286,35 @@ class SRUppForCausalLM(SRUppPreTrainedModel, GenerationMixin):
         )
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, *, resets: Tensor | None = None, is_first_iteration: bool = False, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        *,
+        next_sequence_length: int | None = None,
+        cache: SRUppCache | None = None,
+        resets: Tensor | None = None,
+        is_first_iteration: bool = False,
+        **kwargs: Any,
     ) -> dict[str, Any]:
-        """As in transformers; document starts belong to the prompt alone."""
-        inputs = super().prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
+        """As in transformers, but what follows a given state may be passed alone, without the text that it has read.
+
+        (transformers wants the whole text, or an attention mask as long as it, and else drops as many tokens as were
+        read.) Document starts belong to the prompt.
+        """
+        if is_first_iteration and cache is not None and cache.seen_tokens and not cache.starts(input_ids):
+            next_sequence_length = None
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            cache=cache,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
         if resets is not None and is_first_iteration:
             inputs["resets"] = resets[:, resets.shape[1] - inputs["input_ids"].shape[1] :]
         return inputs
 
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         if generation_config.cache_implementation is not None:
             raise ValueError(
