@@ -1,0 +1,321 @@
+"""Streams of windows: pieces of (batch, window) tokens in which each row continues the same row of the piece before."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from undertow.data.store import TokenStore
+
+IGNORED = -100
+"""The target that is not scored, as in ``torch.nn.functional.cross_entropy``."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A window of each row.
+
+    Attributes:
+        input_ids: (B, T) int64, what is read.
+        targets: (B, T) int64, the token that follows each input in its row; -100: not scored. They are shifted already.
+        resets: (B, T) bool, True where a document begins: whatever is carried is forgotten *before* that input.
+        attention_mask: (B, T) int64, 0 where a row has ended and is padded; None: no padding.
+        documents: (B, T) int64, the store's index of the document of each target, -1 on padding; None in training.
+    """
+
+    input_ids: Tensor
+    targets: Tensor
+    resets: Tensor
+    attention_mask: Tensor | None = None
+    documents: Tensor | None = None
+
+    @property
+    def scored(self) -> int:
+        """Number of targets that are scored."""
+        return int((self.targets != IGNORED).sum())
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Piece:
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: change(value) for name, value in given.items() if value is not None})
+
+    def select_rows(self, rows: slice | Tensor | list[int]) -> Piece:
+        """The piece of some rows only, for gradient accumulation over parts of the batch."""
+        return self._map(lambda tensor: tensor[rows])
+
+    def to(self, device: torch.device | str) -> Piece:
+        """The piece on a device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+
+class Stream:
+    """Endless pieces for training with a carried state.
+
+    An epoch is all documents, each as ``[bos] + tokens``, in an order drawn anew for each epoch, laid end to end and
+    cut into ``batch_size`` rows of equal length (the first ones hold one token more where it does not come out even).
+    Row b reads its part of epoch 0, then its part of epoch 1, and so on, ``window`` tokens a piece. So
+
+    - the pieces' row b, joined, is the row's own stream, whatever the window;
+    - each token is read once an epoch, by one row;
+    - a target is the next token of the same row. After a document's last token that is the next document's ``bos``:
+      it is trained on, since a model that writes must learn to end (evaluation never scores it). Where a row's part
+      begins inside a document, ``resets`` is True as well, for what it continues was read by another row.
+
+    Where it stands is one number, so that it resumes exactly, also with another window or number of processes.
+
+    Args:
+        store: the tokens.
+        batch_size: rows of the whole batch, all processes together.
+        window: tokens a row a piece.
+        seed: of the order of documents; epoch e is drawn from (seed, e).
+        shuffle: False: documents stay in the store's order in every epoch.
+        rank, world_size: this process reads rows ``rank * batch_size / world_size`` and on, as many as its share; the
+            processes' pieces one below the other are the piece of one process alone.
+
+    Attributes:
+        position: tokens each row has read so far.
+
+    Raises:
+        ValueError: a row would be shorter than a window, or the rows cannot be shared evenly.
+
+    Example:
+        >>> stream = Stream(store, batch_size=8, window=256)          # doctest: +SKIP
+        >>> piece = next(stream)                                      # doctest: +SKIP
+        >>> out = model(piece.input_ids, shift_labels=piece.targets)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        batch_size: int,
+        window: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        _check(batch_size=batch_size, window=window, world_size=world_size)
+        if batch_size % world_size:
+            raise ValueError(f"batch_size {batch_size} cannot be shared evenly by {world_size} processes")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be at least 0 and below world_size {world_size}, got {rank}")
+        if seed < 0:
+            raise ValueError(f"seed must not be negative, got {seed}")
+        self.store, self.batch_size, self.window, self.seed, self.shuffle = store, batch_size, window, seed, shuffle
+        self.position = 0
+        self._separator = store.bos_token_id is not None
+        self._starts = np.ascontiguousarray(store.documents["start"], dtype=np.int64)
+        self._sizes = np.ascontiguousarray(store.documents["tokens"], dtype=np.int64) + self._separator
+        self.tokens_per_epoch = int(self._sizes.sum())
+        share, rest = divmod(self.tokens_per_epoch, batch_size)
+        if share < window:
+            raise ValueError(
+                f"the text is too short: {self.tokens_per_epoch:,} tokens in {batch_size} rows leave {share:,} a row, "
+                f"less than one window of {window:,}; " + _remedy(self.tokens_per_epoch, batch_size, window)
+            )
+        every = np.arange(batch_size, dtype=np.int64)
+        mine = slice(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
+        self._lengths = (share + (every < rest))[mine, None]  # (rows, 1)
+        self._begins = (every * share + np.minimum(every, rest))[mine, None]
+        self._orders: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    @property
+    def epoch(self) -> float:
+        """Epochs read so far."""
+        return self.position * self.batch_size / self.tokens_per_epoch
+
+    @property
+    def pieces_per_epoch(self) -> float:
+        """Pieces in an epoch; seldom a whole number, for rows run on into the next epoch without a gap."""
+        return self.tokens_per_epoch / (self.batch_size * self.window)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        ids, starts = self._read(self.position, self.window + 1)
+        self.position += self.window
+        return Piece(
+            torch.from_numpy(ids[:, :-1].copy()),
+            torch.from_numpy(ids[:, 1:].copy()),
+            torch.from_numpy(starts[:, :-1].copy()),
+        )
+
+    def _read(self, position: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Tokens ``position`` to ``position + count`` of each row, and where documents begin; both (rows, count)."""
+        epoch, offset = np.divmod(np.arange(position, position + count), self._lengths)
+        place = self._begins + offset  # in the epoch's documents laid end to end
+        document = np.empty_like(place)
+        within = np.empty_like(place)
+        for e in np.unique(epoch):
+            order, ends = self._order(int(e))
+            here = epoch == e
+            nth = np.searchsorted(ends, place[here], side="right")
+            document[here] = order[nth]
+            within[here] = place[here] - ends[nth] + self._sizes[order[nth]]
+        first = within == 0
+        source = self._starts[document] + within - self._separator
+        if self._separator:
+            source[first] = 0
+        ids = self.store.tokens[source].astype(np.int64)
+        if self._separator:
+            ids[first] = self.store.bos_token_id
+        return ids, first | (offset == 0)
+
+    def _order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The epoch's order of documents, and where each ends when they are laid end to end."""
+        if epoch not in self._orders:
+            if self.shuffle:
+                order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(len(self._sizes))
+            else:
+                order = np.arange(len(self._sizes))
+            self._orders = {e: o for e, o in self._orders.items() if epoch - 2 <= e}  # rows stand in two at most
+            self._orders[epoch] = order, np.cumsum(self._sizes[order])
+        return self._orders[epoch]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, and of which data; a few plain values."""
+        return {
+            "position": self.position,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "content": self.store.content,
+            "bos_token_id": self.store.bos_token_id,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where another stream stood; the next piece is exactly the one that it would have given.
+
+        Raises:
+            ValueError: the state is of other data or of other settings, which are named; nothing is changed.
+        """
+        own = self.state_dict()
+        if missing := own.keys() - state.keys():
+            raise ValueError(f"this is not the state of a stream: {', '.join(sorted(missing))} missing")
+        other = [key for key in own if key != "position" and own[key] != state[key]]
+        if "content" in other:
+            raise ValueError("the stream's state belongs to another text or tokenizer: its tokens differ from these")
+        if other:
+            values = ", ".join(f"{key} {state[key]} (here {own[key]})" for key in other)
+            raise ValueError(f"the stream's state was saved with {values}; use the same to continue exactly")
+        self.position = int(state["position"])
+
+
+def _check(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}")
+
+
+def _remedy(tokens: int, batch_size: int, window: int) -> str:
+    most = tokens // window
+    if most >= 1:
+        return f"take batch_size {most} or less, or window {tokens // batch_size:,} or less"
+    return f"take window {tokens:,} or less (with batch_size 1), or more text"
+
+
+class evaluation_pieces:
+    """Pieces that score every token of every document exactly once, each with all of its document before it.
+
+    Rows hold whole documents in the store's order, the longest ones dealt first so that rows come out about equal; a
+    row that has ended is padded on the right (``attention_mask`` 0). A document ``[bos] + tokens`` is read up to its
+    last token but one, and its targets are its tokens: ``bos`` is never a target, and neither is the end of a document,
+    which training does ask for. Without a ``bos`` a document's first token has nothing before it and is not scored.
+    What is scored does not depend on ``batch_size`` and ``window``; they only share out the work. Sum by document with
+    ``piece.documents``.
+
+    Args:
+        store: the tokens.
+        batch_size: rows; fewer where there are fewer documents, since a document is read by one row.
+        window: tokens a row a piece; the last piece may be narrower.
+        limit: score only this many tokens, the first ones of the store; None: all.
+
+    Attributes:
+        scored: number of targets that are scored in all pieces together.
+        batch_size: rows of each piece.
+
+    Raises:
+        ValueError: nothing can be scored.
+
+    Example:
+        >>> for piece in evaluation_pieces(store, batch_size=8, window=1024):  # doctest: +SKIP
+        ...     nll = cross_entropy(logits(piece).transpose(1, 2), piece.targets, reduction="none")
+        ...     sums.index_add_(0, piece.documents.flatten(), nll.flatten())  # where documents >= 0
+    """
+
+    def __init__(self, store: TokenStore, batch_size: int, window: int, *, limit: int | None = None) -> None:
+        _check(batch_size=batch_size, window=window, **({} if limit is None else {"limit": limit}))
+        self.store, self.window = store, window
+        self._separator = store.bos_token_id is not None
+        # Inputs a document: as many as it has targets.
+        sizes = np.maximum(store.documents["tokens"].astype(np.int64) - (not self._separator), 0)
+        if limit is not None:
+            done = np.cumsum(sizes) - sizes
+            sizes = np.clip(limit - done, 0, sizes)
+        self.scored = int(sizes.sum())
+        if not self.scored:
+            raise ValueError("there is nothing to score: the documents hold no token that has one before it")
+        self.batch_size = min(batch_size, int(np.count_nonzero(sizes)))
+        self._rows = [np.sort(row) for row in _deal(sizes, self.batch_size)]
+        self._ends = [np.cumsum(sizes[row]) for row in self._rows]
+        self._sizes = sizes
+        self._longest = max(int(ends[-1]) for ends in self._ends)
+
+    def __len__(self) -> int:
+        return -(-self._longest // self.window)
+
+    def __iter__(self) -> Iterator[Piece]:
+        starts = self.store.documents["start"]
+        for begin in range(0, self._longest, self.window):
+            shape = (self.batch_size, min(self.window, self._longest - begin))
+            padding = 0 if self.store.bos_token_id is None else self.store.bos_token_id
+            ids = np.full(shape, padding, dtype=np.int64)
+            targets = np.full(shape, IGNORED, dtype=np.int64)
+            documents = np.full(shape, -1, dtype=np.int64)
+            resets = np.zeros(shape, dtype=bool)
+            for b, (row, ends) in enumerate(zip(self._rows, self._ends, strict=True)):
+                place = np.arange(begin, min(begin + shape[1], int(ends[-1])))
+                if not len(place):
+                    continue
+                nth = np.searchsorted(ends, place, side="right")
+                document = row[nth]
+                within = place - ends[nth] + self._sizes[document]
+                source = starts[document] + within
+                n = len(place)
+                if self._separator:
+                    ids[b, :n] = self.store.tokens[np.maximum(source - 1, 0)]
+                    ids[b, :n][within == 0] = padding  # bos
+                    targets[b, :n] = self.store.tokens[source]
+                else:
+                    ids[b, :n] = self.store.tokens[source]
+                    targets[b, :n] = self.store.tokens[source + 1]
+                documents[b, :n] = document
+                resets[b, :n] = within == 0
+            yield Piece(
+                torch.from_numpy(ids),
+                torch.from_numpy(targets),
+                torch.from_numpy(resets),
+                torch.from_numpy((documents >= 0).astype(np.int64)),
+                torch.from_numpy(documents),
+            )
+
+
+def _deal(sizes: NDArray[np.int64], rows: int) -> list[NDArray[np.int64]]:
+    """Share documents among rows, the longest first, each to the row that has least; none goes without."""
+    heap = [(0, row) for row in range(rows)]
+    dealt: list[list[int]] = [[] for _ in range(rows)]
+    for document in np.argsort(-sizes, kind="stable").tolist():
+        if not sizes[document]:
+            break
+        length, row = heapq.heappop(heap)
+        dealt[row].append(document)
+        heapq.heappush(heap, (length + int(sizes[document]), row))
+    return [np.array(row, dtype=np.int64) for row in dealt]
