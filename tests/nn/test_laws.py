@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def test_a_text_cut_anywhere_gives_the_same_numbers(layer: SRU | SRUpp, data: st
 
     whole, end = layer(x, padding_mask=padding, resets=resets)
     pieces, state = [], None
-    for a, b in zip(cuts, cuts[1:], strict=False):
+    for a, b in pairwise(cuts):
         piece, state = layer(x[:, a:b], state, padding_mask=cut(padding, a, b), resets=cut(resets, a, b))
         pieces.append(piece)
     assert_close(torch.cat(pieces, dim=1), whole, **TIGHT)
