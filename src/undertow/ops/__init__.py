@@ -1,5 +1,6 @@
 """One elementwise recurrence, one signature, several backends."""
 
-from undertow.ops.reference import recurrence
+from undertow.ops.backends import BACKENDS, BackendInfo, backend, backend_info
+from undertow.ops.operator import recurrence
 
-__all__ = ["recurrence"]
+__all__ = ["BACKENDS", "BackendInfo", "backend", "backend_info", "recurrence"]

@@ -1,0 +1,343 @@
+// The kernels, written once over a vector type. Each instruction set's file defines `Vec` in its own unnamed
+// namespace and includes this text, so that no function compiled for a new processor is ever shared with an old one.
+//
+// Two rules keep a cut text's numbers equal bit for bit: multiply-adds are asked for by name (the compiler may not
+// fuse others: -ffp-contract=off), and every hidden unit takes the same operations whichever lane, block or thread
+// it lands in.
+
+using undertow::Highway;
+using undertow::kChunk;
+using undertow::kMaxWidthBackward;
+using undertow::kMaxWidthForward;
+using undertow::Problem;
+
+constexpr float kMinusLog2e = -1.44269504088896340736f;
+
+// Rows this far ahead are asked for early: the hardware does not follow streams that jump from page to page.
+constexpr int64_t kAhead = 2;
+
+// sigmoid(a) from t = -a / ln 2, as 1 / (1 + 2^t). Bounded so that 2^t stays finite; NaN passes through.
+ALWAYS_INLINE Vec sigmoid_from(Vec t) { return reciprocal(exp2(at_most(t, 100.0f)) + Vec::set(1.0f)); }
+
+// Near zero 2 / (1 + e^-2a) - 1 would cancel, so there an odd polynomial is taken (minimax, 5e-9 for a^2 < 0.4).
+ALWAYS_INLINE Vec tanh_of(Vec a) {
+  const Vec s = a * a;
+  Vec p = Vec::set(-0.005660786293447018f);
+  p = fma(p, s, Vec::set(0.02060200460255146f));
+  p = fma(p, s, Vec::set(-0.05372922867536545f));
+  p = fma(p, s, Vec::set(0.13331328332424164f));
+  p = fma(p, s, Vec::set(-0.33333277702331543f));
+  const Vec near = fma(p * s, a, a);
+  const Vec far = fma(Vec::set(2.0f), sigmoid_from(a * Vec::set(2.0f * kMinusLog2e)), Vec::set(-1.0f));
+  return select_less(s, Vec::set(0.4f), near, far);
+}
+
+// With Tail only the first n elements are touched: what lies behind is another unit's, or nobody's.
+template <bool Tail, class E>
+ALWAYS_INLINE Vec get(const E* p, int n) {
+  if constexpr (Tail) return load_n(p, n);
+  else return load(p);
+}
+
+template <bool Tail, bool Stream, class E>
+ALWAYS_INLINE void put(E* p, Vec v, int n) {
+  if constexpr (Tail) store_n(p, v, n);
+  else if constexpr (Stream) stream(p, v);
+  else store(p, v);
+}
+
+template <class E>
+ALWAYS_INLINE void prefetch(const E* p) {
+  __builtin_prefetch(p, 0, 3);
+}
+
+// What one vector of units keeps over time, side by side: as separate arrays a power of two apart they, and the rows
+// of u, would all fall into the same few sets of the cache. The gates' parameters are scaled by -1 / ln 2, which makes
+// exp a bare 2^t.
+struct alignas(4 * Vec::lanes) Unit {
+  float c[Vec::lanes], wf[Vec::lanes], bf[Vec::lanes], wr[Vec::lanes], br[Vec::lanes], m[Vec::lanes];
+};
+
+// The same for the way back: the gradient of c, the parameters' gradients of this chunk, and of all chunks so far.
+// Summing in two steps keeps the rounding error of long texts small.
+struct alignas(4 * Vec::lanes) GradUnit {
+  float dc[Vec::lanes], wf[Vec::lanes], wr[Vec::lanes], m[Vec::lanes];
+  float chunk[4][Vec::lanes], total[4][Vec::lanes];
+};
+
+// A step's state before it and gates, kept from the chunk's way forth for its way back.
+struct alignas(4 * Vec::lanes) Step {
+  float c[Vec::lanes], f[Vec::lanes], r[Vec::lanes];
+};
+static_assert(sizeof(Step) * kChunk == undertow::kScratch * sizeof(float) * Vec::lanes, "scratch per unit");
+
+void fill(Unit* units, const Problem& p, int64_t b, int64_t j0, int64_t width) {
+  for (int64_t i = 0; i < width || i % Vec::lanes; ++i) {
+    Unit& unit = units[i / Vec::lanes];
+    const int64_t lane = i % Vec::lanes, j = j0 + i;
+    const bool there = i < width;
+    unit.c[lane] = there && p.c0 ? p.c0[b * p.d + j] : 0.0f;
+    unit.wf[lane] = there ? p.weight[j] * kMinusLog2e : 0.0f;
+    unit.wr[lane] = there ? p.weight[p.d + j] * kMinusLog2e : 0.0f;
+    unit.bf[lane] = there ? p.bias[j] * kMinusLog2e : 0.0f;
+    unit.br[lane] = there ? p.bias[p.d + j] * kMinusLog2e : 0.0f;
+    unit.m[lane] = there && p.mask ? p.mask[b * p.d + j] : 1.0f;
+  }
+}
+
+void fill(GradUnit* units, const Problem& p, int64_t b, int64_t j0, int64_t width) {
+  for (int64_t i = 0; i < width || i % Vec::lanes; ++i) {
+    GradUnit& unit = units[i / Vec::lanes];
+    const int64_t lane = i % Vec::lanes, j = j0 + i;
+    const bool there = i < width;
+    unit.dc[lane] = there && p.grad_c ? p.grad_c[b * p.d + j] : 0.0f;
+    unit.wf[lane] = there ? p.weight[j] : 0.0f;
+    unit.wr[lane] = there ? p.weight[p.d + j] : 0.0f;
+    unit.m[lane] = there && p.mask ? p.mask[b * p.d + j] : 1.0f;
+    for (int q = 0; q < 4; ++q) unit.chunk[q][lane] = unit.total[q][lane] = 0.0f;
+  }
+}
+
+struct Gates {
+  Vec f, r;
+};
+
+template <bool Tail, class E>
+ALWAYS_INLINE Gates gates(const E* u, int64_t u_k, Vec c, const Unit& k, int n) {
+  const Vec minus_log2e = Vec::set(kMinusLog2e);
+  const Vec u1 = get<Tail>(u + u_k, n), u2 = get<Tail>(u + 2 * u_k, n);
+  return {sigmoid_from(fma(u1, minus_log2e, fma(load(k.wf), c, load(k.bf)))),
+          sigmoid_from(fma(u2, minus_log2e, fma(load(k.wr), c, load(k.br))))};
+}
+
+// Where everything of step s of row b lies.
+template <class E>
+struct At {
+  int64_t t;
+  const E *u, *x, *gh;
+  bool padded = false, reset = false;
+
+  At(const Problem& p, int64_t b, int64_t s, int64_t j0, bool masked) : t(p.reverse ? p.T - 1 - s : s) {
+    u = static_cast<const E*>(p.u) + b * p.u_b + t * p.u_t + j0;
+    x = static_cast<const E*>(p.x) + b * p.x_b + t * p.x_t + j0;
+    gh = static_cast<const E*>(p.grad_h) + b * p.gh_b + t * p.gh_t + j0;
+    if (masked) {
+      padded = p.padding && p.padding[b * p.T + t];
+      reset = p.resets && p.resets[b * p.T + t] && !padded;
+    }
+  }
+};
+
+template <class U>
+void clear_state(U* units, int64_t width, float (U::*state)[Vec::lanes]) {
+  for (int64_t v = 0; v * Vec::lanes < width; ++v) store(units[v].*state, Vec::set(0.0f));
+}
+
+template <class E>
+void zero(E* p, int64_t n) {
+  for (int64_t j = 0; j < n; ++j) p[j] = E{};
+}
+
+template <class E, bool Tanh, Highway H, bool Masked, bool Stream>
+struct Forward {
+  template <bool Tail>
+  static ALWAYS_INLINE void unit(const E* u, const E* x, E* h, int64_t u_k, int64_t u_ahead, int64_t x_ahead,
+                                 Unit& k, Vec scale, int n) {
+    const Vec u0 = get<Tail>(u, n), c0 = load(k.c);
+    const Gates gate = gates<Tail>(u, u_k, c0, k, n);
+    const Vec c1 = fma(gate.f, c0 - u0, u0);
+    store(k.c, c1);
+    const Vec g = Tanh ? tanh_of(c1) : c1;
+    const Vec rm = gate.r * load(k.m);
+    prefetch(u + u_ahead);
+    prefetch(u + u_ahead + u_k);
+    prefetch(u + u_ahead + 2 * u_k);
+    if constexpr (H == Highway::none) {
+      put<Tail, Stream>(h, rm * g, n);
+    } else {
+      const Vec xs = scale * get<Tail>(H == Highway::x ? x : u + 3 * u_k, n);
+      prefetch(H == Highway::x ? x + x_ahead : u + u_ahead + 3 * u_k);
+      put<Tail, Stream>(h, fma(rm, g - xs, xs), n);
+    }
+  }
+
+  static void run(const Problem& p, int64_t b, int64_t j0, int64_t j1) {
+    const int64_t width = j1 - j0, chunks = p.T > 0 ? (p.T - 1) / kChunk : 0;
+    const int64_t u_k = p.u_k, ahead = p.reverse ? -kAhead : kAhead, u_ahead = ahead * p.u_t, x_ahead = ahead * p.x_t;
+    const Vec scale = Vec::set(p.scale);
+    Unit units[kMaxWidthForward / Vec::lanes];
+    fill(units, p, b, j0, width);
+
+    for (int64_t s = 0; s < p.T; ++s) {
+      const At<E> at(p, b, s, j0, Masked);
+      E* h = static_cast<E*>(p.h) + (b * p.T + at.t) * p.d + j0;
+      if (s > 0 && s % kChunk == 0) {
+        float* saved = p.saved + (b * chunks + s / kChunk - 1) * p.d + j0;
+        for (int64_t j = 0; j < width; ++j) saved[j] = units[j / Vec::lanes].c[j % Vec::lanes];
+      }
+      if (Masked && at.padded) {
+        zero(h, width);
+        continue;
+      }
+      if (Masked && at.reset && !p.reverse) clear_state(units, width, &Unit::c);
+      int64_t j = 0;
+      for (; j + Vec::lanes <= width; j += Vec::lanes)
+        unit<false>(at.u + j, at.x + j, h + j, u_k, u_ahead, x_ahead, units[j / Vec::lanes], scale, 0);
+      if (j < width)
+        unit<true>(at.u + j, at.x + j, h + j, u_k, u_ahead, x_ahead, units[j / Vec::lanes], scale,
+                   static_cast<int>(width - j));
+      // A document starts at t: read backwards, it ends here, and the one before it must not see its state.
+      if (Masked && at.reset && p.reverse) clear_state(units, width, &Unit::c);
+    }
+    for (int64_t j = 0; j < width; ++j) p.c[b * p.d + j0 + j] = units[j / Vec::lanes].c[j % Vec::lanes];
+    if (Stream) stream_fence();
+  }
+};
+
+template <class E, bool Tanh, Highway H, bool Masked, bool Stream>
+struct Backward {
+  template <bool Tail>
+  static ALWAYS_INLINE void forth(const E* u, int64_t u_k, int64_t u_ahead, Unit& k, Step& step, int n) {
+    const Vec u0 = get<Tail>(u, n), c0 = load(k.c);
+    const Gates gate = gates<Tail>(u, u_k, c0, k, n);
+    prefetch(u + u_ahead);
+    prefetch(u + u_ahead + u_k);
+    prefetch(u + u_ahead + 2 * u_k);
+    store(step.c, c0);
+    store(step.f, gate.f);
+    store(step.r, gate.r);
+    store(k.c, fma(gate.f, c0 - u0, u0));
+  }
+
+  // With dh = dL/dh and dc = dL/dc' from later steps:
+  //   dc += dh m r g'(c')
+  //   du0 = dc (1 - f)         da_f = dc (c - u0) f (1 - f)      da_r = dh m (g - x') r (1 - r)
+  //   dx' = dh (1 - m r)       dc_before = dc f + da_f v_f + da_r v_r
+  template <bool Tail>
+  static ALWAYS_INLINE void back(const E* u, const E* x, const E* gh, E* gu, E* gx, int64_t u_k, int64_t x_ahead,
+                                 int64_t gh_ahead, int64_t gu_k, const Step& step, GradUnit& k, Vec scale, int n) {
+    const Vec one = Vec::set(1.0f);
+    const Vec u0 = get<Tail>(u, n), dh = get<Tail>(gh, n);
+    const Vec c0 = load(step.c), f = load(step.f), r = load(step.r);
+    const Vec e = c0 - u0;
+    const Vec c1 = fma(f, e, u0);
+    const Vec g = Tanh ? tanh_of(c1) : c1;
+    const Vec dhr = dh * (r * load(k.m));
+    prefetch(gh + gh_ahead);
+    Vec diff = g;
+    if constexpr (H != Highway::none) {
+      diff = g - scale * get<Tail>(H == Highway::x ? x : u + 3 * u_k, n);
+      if (H == Highway::x) prefetch(x + x_ahead);
+      put<Tail, Stream>(H == Highway::x ? gx : gu + 3 * gu_k, scale * (dh - dhr), n);
+    }
+    const Vec dc = load(k.dc) + (Tanh ? dhr * (one - g * g) : dhr);
+    const Vec du0 = dc * (one - f);
+    const Vec da_f = du0 * (e * f);
+    const Vec da_r = (dhr * diff) * (one - r);
+    put<Tail, Stream>(gu, du0, n);
+    put<Tail, Stream>(gu + gu_k, da_f, n);
+    put<Tail, Stream>(gu + 2 * gu_k, da_r, n);
+    store(k.dc, fma(dc, f, fma(da_f, load(k.wf), da_r * load(k.wr))));
+    store(k.chunk[0], fma(da_f, c0, load(k.chunk[0])));
+    store(k.chunk[1], fma(da_r, c0, load(k.chunk[1])));
+    store(k.chunk[2], da_f + load(k.chunk[2]));
+    store(k.chunk[3], da_r + load(k.chunk[3]));
+  }
+
+  static void run(const Problem& p, int64_t b, int64_t j0, int64_t j1, float* scratch) {
+    const int64_t width = j1 - j0, vectors = (width + Vec::lanes - 1) / Vec::lanes, whole = width / Vec::lanes;
+    const int tail = static_cast<int>(width % Vec::lanes);
+    const int64_t chunks = p.T > 0 ? (p.T - 1) / kChunk : 0;
+    const int64_t u_k = p.u_k, parts = H == Highway::u3 ? 4 : 3, ahead = p.reverse ? -kAhead : kAhead;
+    const int64_t u_ahead = ahead * p.u_t, x_ahead = -ahead * p.x_t, gh_ahead = -ahead * p.gh_t;
+    const Vec scale = Vec::set(p.scale);
+    Step* const steps = reinterpret_cast<Step*>(scratch);
+    Unit units[kMaxWidthBackward / Vec::lanes];
+    GradUnit grads[kMaxWidthBackward / Vec::lanes];
+    fill(units, p, b, j0, width);
+    fill(grads, p, b, j0, width);
+
+    for (int64_t i = p.T > 0 ? chunks : -1; i >= 0; --i) {
+      const int64_t begin = i * kChunk, end = begin + kChunk < p.T ? begin + kChunk : p.T;
+      const float* start = i > 0 ? p.saved + (b * chunks + i - 1) * p.d + j0 : p.c0 ? p.c0 + b * p.d + j0 : nullptr;
+      for (int64_t j = 0; j < width; ++j) units[j / Vec::lanes].c[j % Vec::lanes] = start ? start[j] : 0.0f;
+
+      for (int64_t s = begin; s < end; ++s) {
+        const At<E> at(p, b, s, j0, Masked);
+        if (Masked && at.padded) continue;
+        if (Masked && at.reset && !p.reverse) clear_state(units, width, &Unit::c);
+        Step* const step = steps + (s - begin) * vectors;
+        for (int64_t v = 0; v < whole; ++v)
+          forth<false>(at.u + v * Vec::lanes, u_k, u_ahead, units[v], step[v], 0);
+        if (tail) forth<true>(at.u + whole * Vec::lanes, u_k, u_ahead, units[whole], step[whole], tail);
+        if (Masked && at.reset && p.reverse) clear_state(units, width, &Unit::c);
+      }
+
+      for (int64_t s = end; s-- > begin;) {
+        const At<E> at(p, b, s, j0, Masked);
+        E* gu = static_cast<E*>(p.grad_u) + (b * p.T + at.t) * parts * p.d + j0;
+        E* gx = static_cast<E*>(p.grad_x) + (b * p.T + at.t) * p.d + j0;
+        if (Masked && at.padded) {
+          for (int64_t q = 0; q < parts; ++q) zero(gu + q * p.d, width);
+          if (H == Highway::x) zero(gx, width);
+          continue;
+        }
+        if (Masked && at.reset && p.reverse) clear_state(grads, width, &GradUnit::dc);
+        const Step* const step = steps + (s - begin) * vectors;
+        for (int64_t v = 0; v < whole; ++v) {
+          const int64_t j = v * Vec::lanes;
+          back<false>(at.u + j, at.x + j, at.gh + j, gu + j, gx + j, u_k, x_ahead, gh_ahead, p.d, step[v], grads[v],
+                      scale, 0);
+        }
+        if (tail) {
+          const int64_t j = whole * Vec::lanes;
+          back<true>(at.u + j, at.x + j, at.gh + j, gu + j, gx + j, u_k, x_ahead, gh_ahead, p.d, step[whole],
+                     grads[whole], scale, tail);
+        }
+        if (Masked && at.reset && !p.reverse) clear_state(grads, width, &GradUnit::dc);
+      }
+
+      for (int64_t v = 0; v < vectors; ++v)
+        for (int q = 0; q < 4; ++q) {
+          store(grads[v].total[q], load(grads[v].total[q]) + load(grads[v].chunk[q]));
+          store(grads[v].chunk[q], Vec::set(0.0f));
+        }
+    }
+
+    for (int64_t j = 0; j < width; ++j) {
+      const GradUnit& grad = grads[j / Vec::lanes];
+      p.grad_c0[b * p.d + j0 + j] = grad.dc[j % Vec::lanes];
+      for (int q = 0; q < 4; ++q) p.grad_params[(b * 4 + q) * p.d + j0 + j] = grad.total[q][j % Vec::lanes];
+    }
+    if (Stream) stream_fence();
+  }
+};
+
+// From the options of a call to the instance that has them compiled in.
+template <template <class, bool, Highway, bool, bool> class Pass, class E, bool Tanh, Highway H, class... Scratch>
+void pick_memory(const Problem& p, int64_t b, int64_t j0, int64_t j1, Scratch... scratch) {
+  if (p.padding || p.resets) Pass<E, Tanh, H, true, false>::run(p, b, j0, j1, scratch...);
+  else if (p.stream) Pass<E, Tanh, H, false, true>::run(p, b, j0, j1, scratch...);
+  else Pass<E, Tanh, H, false, false>::run(p, b, j0, j1, scratch...);
+}
+
+template <template <class, bool, Highway, bool, bool> class Pass, class E, bool Tanh, class... Scratch>
+void pick_highway(const Problem& p, int64_t b, int64_t j0, int64_t j1, Scratch... scratch) {
+  if (p.highway == Highway::x) pick_memory<Pass, E, Tanh, Highway::x>(p, b, j0, j1, scratch...);
+  else if (p.highway == Highway::u3) pick_memory<Pass, E, Tanh, Highway::u3>(p, b, j0, j1, scratch...);
+  else pick_memory<Pass, E, Tanh, Highway::none>(p, b, j0, j1, scratch...);
+}
+
+template <template <class, bool, Highway, bool, bool> class Pass, class... Scratch>
+void pick(const Problem& p, int64_t b, int64_t j0, int64_t j1, Scratch... scratch) {
+  const bool half = p.dtype == undertow::Dtype::bfloat16;
+  if (half && p.tanh) pick_highway<Pass, bf16, true>(p, b, j0, j1, scratch...);
+  else if (half) pick_highway<Pass, bf16, false>(p, b, j0, j1, scratch...);
+  else if (p.tanh) pick_highway<Pass, float, true>(p, b, j0, j1, scratch...);
+  else pick_highway<Pass, float, false>(p, b, j0, j1, scratch...);
+}
+
+void forward(const Problem& p, int64_t b, int64_t j0, int64_t j1) { pick<Forward>(p, b, j0, j1); }
+void backward(const Problem& p, int64_t b, int64_t j0, int64_t j1, float* scratch) {
+  pick<Backward>(p, b, j0, j1, scratch);
+}
