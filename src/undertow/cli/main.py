@@ -112,7 +112,11 @@ def parse(name: str, module: types.ModuleType, words: list[str]) -> Any:
     fields = flat_fields(config_class)
     positional: Sequence[str] = getattr(module, "POSITIONAL", ())
     parser = jsonargparse.ArgumentParser(
-        prog=f"undertow {name}", description=(module.__doc__ or COMMANDS[name][1]).strip(), exit_on_error=False
+        prog=f"undertow {name}",
+        usage=" ".join([f"undertow {name}", *(f"[{field.upper()}]" for field in positional), "[--option value ...]"]),
+        description=(module.__doc__ or COMMANDS[name][1]).strip(),
+        formatter_class=_help_formatter(),
+        exit_on_error=False,
     )
     parser.add_argument("--config", action="config", help="A YAML file with any of these options.")
     parser.add_class_arguments(config_class, None)
@@ -132,6 +136,18 @@ def parse(name: str, module: types.ModuleType, words: list[str]) -> Any:
         raise UsageError(_parse_message(name, str(error), fields)) from error
     made = parser.instantiate(parsed) if hasattr(parser, "instantiate") else parser.instantiate_classes(parsed)
     return config_class(**{field.name: made[field.name] for field in dataclasses.fields(config_class) if field.init})
+
+
+def _help_formatter() -> Any:
+    import jsonargparse
+
+    class Formatter(jsonargparse.DefaultHelpFormatter):
+        """Keeps the line breaks of a command's description, for the examples in it."""
+
+        def _fill_text(self, text: str, width: int, indent: str) -> str:
+            return "\n".join(indent + line for line in text.splitlines())
+
+    return Formatter
 
 
 def flat_fields(config_class: type, prefix: str = "") -> dict[str, Any]:

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from undertow.evaluate.protocol import attention_window as set_attention_window
@@ -115,17 +117,18 @@ def evaluate(
         batch_size: rows read at once.
         window: tokens of each row read at once.
         attention_window: previous positions to attend to, instead of the model's own setting.
-        max_tokens: score only the first so many tokens of the store; None: all.
+        max_tokens: score only so many tokens, the first of the store; None: all.
         device: where to compute; None: where the model is.
         precision: "float32", or "bfloat16" for matrix products under autocast.
         carry_state: False: treat a model with a state as one without.
         progress: called with (targets scored, targets in all) after each piece.
 
     Raises:
-        ValueError: nothing to score; sizes below 1; a model without ``attention_window`` asked to change it.
+        ValueError: nothing to score; sizes below 1; tokens outside the vocabulary; ``attention_window`` for a model
+            that has none.
         FloatingPointError: the loss is not finite.
     """
-    from undertow.data import evaluation_pieces
+    from undertow.data.stream import evaluation_pieces
 
     for name, value in (("batch_size", batch_size), ("window", window), ("max_tokens", max_tokens)):
         if value is not None and value < 1:
@@ -135,10 +138,16 @@ def evaluate(
     if device is not None:
         model.to(device)
     place = next(model.parameters()).device
-    text, cut = store.head(max_tokens) if max_tokens is not None and max_tokens < store.targets else (store, False)
-    if text.targets == 0:
-        raise ValueError("there is nothing to score: the text has no tokens")
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    if vocabulary is not None:
+        store.check_vocabulary(vocabulary)
     stateful = carries_state(model) and carry_state
+    pieces = evaluation_pieces(store, batch_size, window, limit=max_tokens)
+    if stateful and pieces.batch_size < batch_size:
+        # Too few documents to fill the rows: read further at a time instead, which the result does not depend on.
+        window = window * batch_size // pieces.batch_size
+        pieces = evaluation_pieces(store, batch_size, window, limit=max_tokens)
+    scored = np.zeros(len(store.documents), dtype=np.int64)  # targets by document
     nll, targets, began = 0.0, 0, time.perf_counter()
     training = model.training
     model.eval()
@@ -146,10 +155,7 @@ def evaluate(
     try:
         with set_attention_window(model, attention_window), autocast:
             state = None
-            for piece in evaluation_pieces(text, batch_size, window):
-                # A row that has ended is padded for the rest: rows that are all padding need not be read … but the
-                # state has one row a batch row, so they stay.
-                wanted = piece.targets.to(place)
+            for piece in pieces:
                 reading = read(
                     model,
                     piece.input_ids.to(place),
@@ -158,31 +164,45 @@ def evaluate(
                     attention_mask=None if piece.attention_mask is None else piece.attention_mask.to(place),
                 )
                 state = reading.state if stateful else None
-                nll += float(token_nll(reading.logits, wanted).double().sum())
-                targets += int((piece.targets != -100).sum())
+                nll += float(token_nll(reading.logits, piece.targets.to(place)).double().sum())
+                targets += piece.scored
+                assert piece.documents is not None
+                scored += np.bincount(piece.documents[piece.targets != -100].numpy(), minlength=len(scored))
                 if progress is not None:
-                    progress(targets, text.targets)
+                    progress(targets, pieces.scored)
             used = getattr(getattr(model, "config", None), "attention_window", None)
     finally:
         model.train(training)
     seconds = time.perf_counter() - began
-    if targets != text.targets:
-        raise RuntimeError(f"{targets} targets were scored of {text.targets}: the pieces do not cover the text")
+    if targets != pieces.scored:
+        raise RuntimeError(f"{targets} targets were scored of {pieces.scored}: the pieces do not cover the text")
     if not math.isfinite(nll):
         raise FloatingPointError(f"the loss is {nll}: the model's weights or the precision {precision} give no numbers")
     return EvalResult(
         nll=nll,
         targets=targets,
-        documents=text.documents.count,
-        bytes=text.documents.total("bytes"),
-        characters=text.documents.total("characters"),
-        words=text.documents.total("words"),
+        documents=int((scored > 0).sum()),
+        **_sizes(store, scored),
         seconds=seconds,
         tokens_per_second=targets / max(seconds, 1e-9),
-        batch_size=batch_size,
+        batch_size=pieces.batch_size,
         window=window,
         attention_window=used,
         state_carried=stateful,
         precision=precision,
-        cut=cut,
     )
+
+
+def _sizes(store: Any, scored: NDArray[np.int64]) -> dict[str, Any]:
+    """Bytes, characters and words of the text that was scored (``scored``: targets by document)."""
+    records = store.documents
+    touched = scored > 0
+    whole = records["tokens"] - (store.bos_token_id is None)  # without a separator a first token cannot be scored
+    share = np.divide(scored, whole, out=np.zeros(len(scored)), where=touched)
+    sizes: dict[str, Any] = {}
+    for name in ("bytes", "characters", "words"):
+        column = records[name].astype(np.float64)
+        unknown = bool((column[touched] < 0).any())
+        sizes[name] = None if unknown else round(float((column * share)[touched].sum()))
+    sizes["cut"] = bool((share[touched] < 1).any())
+    return sizes

@@ -32,7 +32,7 @@ from undertow.train import checkpoint
 from undertow.train.checkpoint import CheckpointError
 from undertow.train.config import BOUND, LOOSE, TrainConfig
 from undertow.train.optim import learning_rate, make_optimizer, progress
-from undertow.train.progress import Talk, duration, rate
+from undertow.train.progress import Talk, duration, rate, silent_bars
 
 # Everything a run writes into its folder; --overwrite removes these and nothing else.
 PARTS = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "best", "tensorboard")
@@ -144,7 +144,7 @@ class _Run:
         tokenizer: Any,
         quiet: bool,
     ) -> None:
-        from undertow.data import Stream
+        from undertow.data.stream import Stream
 
         self.config, self.out, self.valid_store, self.tokenizer = config, out, valid_store, tokenizer
         self.store = train_store
@@ -153,14 +153,18 @@ class _Run:
         self.world, self.rank = self.accelerator.num_processes, self.accelerator.process_index
         self.device = self.accelerator.device
         self.groups, self.rows = _split(config, self.world)
-        _check_vocabulary(model, train_store)
+        vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+        for store in (train_store, valid_store):
+            if store is not None and vocabulary is not None:
+                store.check_vocabulary(vocabulary)
         self.stream = Stream(
             train_store, config.batch_size, config.window, seed=config.seed, rank=self.rank, world_size=self.world
         )
         if config.gradient_checkpointing:
             if not hasattr(model, "gradient_checkpointing_enable"):
                 raise ValueError(f"{type(model).__name__} has no gradient checkpointing; leave it out")
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            enable: Any = model.gradient_checkpointing_enable
+            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.stateful = carries_state(model) and config.carry_state
         self.takes_resets = carries_state(model)
         self.plain = model
@@ -298,12 +302,12 @@ class _Run:
     def _log(self, lr: float, norm: float) -> None:
         config, since = self.config, self.since
         share = progress(config, self.step, self.seconds)
-        per_byte = tokens_per_byte(self.store)
+        per_byte = self.stream.tokens_per_epoch / self.store.bytes if self.store.bytes else None
         bits = since["nll"] / since["targets"] / LN2
         pace = since["targets"] / max(since["seconds"], 1e-9)
         left = self.seconds * (1 - share) / max(share, 1e-9)
-        shown = (bits * per_byte, "byte") if per_byte else (bits, "token")
-        self.talk.step(self.step, share, *shown, pace, left)
+        shown, unit = (bits * per_byte, "byte") if per_byte else (bits, "token")
+        self.talk.step(self.step, share, shown, unit, pace, left)
         if self.step % config.log_every and share < 1:
             return
         line = {
@@ -401,7 +405,7 @@ class _Run:
         self.talk.line(f"step {self.step}  valid {bits:.4f} bits/{unit}{'  best so far' if better else ''}")
 
     def _save_best(self) -> None:
-        with checkpoint.atomic_folder(self.out / "best") as folder:
+        with checkpoint.atomic_folder(self.out / "best") as folder, silent_bars():
             self.plain.save_pretrained(folder)  # type: ignore[operator]
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
@@ -457,7 +461,7 @@ class _Run:
             "model_class": type(self.plain).__name__,
             "model": json.loads(json.dumps(described, default=str)),
             "shapes": shapes,
-            "data": _fingerprint(self.store),
+            "data": self.store.content,
         }
 
     def _fits(self, path: Path, manifest: dict[str, Any]) -> list[str]:
@@ -595,7 +599,10 @@ class _Run:
         temporary = self.out / ".summary.json"
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(self.out / "summary.json")
-        best = f", best valid {self.best['bits_per_token']:.4f} bits/token" if self.best else ""
+        best = ""
+        if self.best:
+            unit = "byte" if self.best["bits_per_byte"] is not None else "token"
+            best = f", best valid {self.best[f'bits_per_{unit}']:.4f} bits/{unit}"
         self.talk.line(
             f"done: {self.step} steps, {self.tokens} tokens in {duration(self.seconds)}, "
             f"{rate(summary['tokens_per_second'])}{best}; model: {self.out / 'best'}"  # type: ignore[arg-type]
@@ -671,30 +678,6 @@ def _takes_targets(model: nn.Module) -> bool:
     parameters = inspect.signature(model.forward).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return "labels" in parameters and ("shift_labels" in parameters or anything)
-
-
-def _check_vocabulary(model: nn.Module, store: Any) -> None:
-    config: Any = getattr(model, "config", None)
-    have, need = getattr(config, "vocab_size", None), getattr(store, "vocab_size", None)
-    if have is not None and need is not None and need > have:
-        raise ValueError(
-            f"the text is in tokens of a vocabulary of {need}, and the model has {have}: they need the same tokenizer"
-        )
-
-
-def tokens_per_byte(store: Any) -> float | None:
-    """Targets per byte of text, or None where the store does not know its bytes."""
-    documents = getattr(store, "documents", None)
-    size = getattr(documents, "bytes", None)
-    if size is None:
-        return None
-    total = int(np.asarray(size).sum())
-    return store.targets / total if total else None
-
-
-def _fingerprint(store: Any) -> str:
-    value = getattr(store, "fingerprint", None)
-    return str(value) if value is not None else f"{len(store)} tokens"
 
 
 def _seed(seed: int, step: int, group: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -25,6 +27,20 @@ def rate(tokens_per_second: float) -> str:
     if tokens_per_second >= 10_000:
         return f"{tokens_per_second / 1000:.1f}k tok/s"
     return f"{tokens_per_second:.0f} tok/s"
+
+
+@contextlib.contextmanager
+def silent_bars() -> Iterator[None]:
+    """Keep transformers from drawing a progress bar for every model that is saved or loaded."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 class Talk:
