@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.testing import assert_close
 
-from undertow.nn import SRU, SRUCell, SRUpp, SRUppCell, SRUppState
+from undertow.nn import SRU, SRUCell, SRUpp, SRUppCell, SRUppState, WindowMask
 
 
 def sru(d_in: int, d: int, **options: Any) -> SRU:
@@ -237,33 +237,107 @@ def test_ordinary_dropout_in_training_only(place: str) -> None:
     assert torch.equal(layer(x)[0], layer(x)[0])
 
 
-@pytest.mark.parametrize("make", [SRUCell, SRU])
-def test_post_norm_with_an_open_highway_and_rescale_stays_finite(make: type) -> None:
-    """The setting with which sru's users met NaN after hours.
+POST_NORM: dict[str, Any] = {"layer_norm": "after", "rescale": True, "highway_bias": 0.0, "batch_first": True}
+"""The setting with which sru's users met NaN after hours of training."""
 
-    (1) Rows of zeros, where the norm's slope is 1 / sqrt(eps) a layer; (2) weights grown large, with which the gates
-    saturate; (3) long texts.
-    """
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_leading_zeros_do_not_blow_up_a_post_norm_stack(bidirectional: bool) -> None:
+    """Left padding or silence: h = 0 in every unit, where the norm's slope is 1 / sqrt(eps), 316 a layer."""
     torch.manual_seed(0)
-    options = {"layer_norm": "after", "rescale": True, "highway_bias": 0.0, "bidirectional": True}
-    layer = SRUCell(6, 3, **options) if make is SRUCell else SRU(6, 3, num_layers=4, batch_first=True, **options)
-    cells = [layer] if isinstance(layer, SRUCell) else layer.layers
+    layer = SRU(8, 4 if bidirectional else 8, num_layers=20, bidirectional=bidirectional, **POST_NORM)
+    x = torch.randn(2, 12, 8)
+    x[1, :6] = 0
+    x.requires_grad_()
+    w = torch.randn(2, 12, 8)
+    grads = torch.autograd.grad((layer(x)[0] * w).sum(), [x, *layer.parameters()])
+    assert max(g.abs().max() for g in grads) < 1e4
+
+
+def test_a_post_norm_stack_stays_finite_at_the_extremes() -> None:
+    """Huge and constant inputs, saturated gates, long texts."""
+    torch.manual_seed(0)
+    layer = SRU(6, 3, num_layers=4, bidirectional=True, **POST_NORM)
     x = torch.randn(4, 700, 6)
-    x[0] = 0  # silence
+    x[0] = 0
     x[1, 100:] = 0
     x[2] *= 1e4
-    x[3] = x[3, :1]  # a constant
+    x[3] = x[3, :1]
+    x.requires_grad_()
     for grown in (1.0, 30.0):
         with torch.no_grad():
-            for cell in cells:
+            for cell in layer.layers:
                 cell.up_proj.weight *= grown
                 cell.weight_c *= grown
-        x.requires_grad_()
         h, c = layer(x)
         grads = torch.autograd.grad(h.square().sum() + c.square().sum(), [x, *layer.parameters()])
         assert h.isfinite().all()
         assert c.isfinite().all()
         assert all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_the_equations_as_written(bidirectional: bool) -> None:
+    """A cell of SRU++ against its docstring, position by position."""
+    torch.manual_seed(0)
+    B, T, d, p = 2, 5, 3, 4
+    D = 2 if bidirectional else 1
+    cell = SRUppCell(D * d, d, p, alpha_init=0.7, bidirectional=bidirectional).double()
+    x = torch.randn(B, T, D * d, dtype=torch.float64)
+    W1, W2, W3 = cell.down_proj.weight, cell.kv_proj.weight, cell.up_proj.weight
+    h = torch.zeros(B, T, D * d, dtype=torch.float64)
+    for b in range(B):
+        z = [W1 @ x[b, t] for t in range(T)]
+        k, v = zip(*((W2 @ z_t).chunk(2) for z_t in z), strict=True)
+        u = []
+        for t in range(T):
+            seen = range(T) if bidirectional else range(t + 1)
+            weights = torch.stack([z[t] @ k[s] / math.sqrt(p) for s in seen]).softmax(0)
+            a = sum(weights[i] * v[s] for i, s in enumerate(seen))
+            u.append(W3 @ nn.functional.layer_norm(z[t] + cell.alpha * a, (p,)))
+        for i in range(D):
+            mine = slice(i * d, (i + 1) * d)
+            (vf, vr), (bf, br) = cell.weight_c[:, mine], cell.bias[:, mine]
+            c = torch.zeros(d, dtype=torch.float64)
+            for t in reversed(range(T)) if i else range(T):
+                u0, u1, u2 = u[t][3 * i * d : 3 * (i + 1) * d].chunk(3)
+                f, r = torch.sigmoid(u1 + vf * c + bf), torch.sigmoid(u2 + vr * c + br)
+                c = f * c + (1 - f) * u0
+                h[b, t, mine] = r * c + (1 - r) * x[b, t, mine]
+    assert_close(cell(x)[0], h)
+
+
+@both
+def test_every_weight_learns(make: Make) -> None:
+    """α starts at zero, so keys and values wait for it; then nothing stands still."""
+    torch.manual_seed(0)
+    options = {"alpha_init": 0.1} if make is srupp else {}
+    layer = make(5, 6, num_layers=2, layer_norm="before", project_input_first=True, **options)
+    out, state = layer(torch.randn(7, 2, 5))
+    (out.square().sum() + carried(state).sum()).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
+
+
+def test_what_is_passed_in_stays_as_it_was() -> None:
+    torch.manual_seed(0)
+    layer = SRUpp(6, 6, 4, 2, attention_window=3, batch_first=True)
+    padding, resets = torch.rand(2, 5) < 0.3, torch.rand(2, 5) < 0.3
+    _, state = layer(torch.randn(2, 4, 6), resets=torch.rand(2, 4) < 0.3)
+    given = [state.c, *state.memory, state.memory_padding_mask, padding, resets, torch.randn(2, 5, 6)]
+    before = [tensor.clone() for tensor in given]
+    layer(given[-1], state, padding_mask=padding, resets=resets)
+    assert_close(given, before)
+
+
+def test_a_mask_of_four_dimensions_is_one_a_row_and_head() -> None:
+    torch.manual_seed(0)
+    layer = SRUpp(6, 6, 4, num_heads=2, alpha_init=1.0, batch_first=True)
+    x, mask = torch.randn(3, 5, 6), torch.rand(3, 2, 5, 5) < 0.5
+    together, _ = layer(x, mask=mask)
+    for b in range(3):
+        assert_close(together[b : b + 1], layer(x[b : b + 1], mask=mask[b : b + 1])[0])
+    swapped, _ = layer(x, mask=mask.flip(1))
+    assert not torch.allclose(together, swapped)
 
 
 X = torch.randn(4, 2, 6)
@@ -333,6 +407,11 @@ X = torch.randn(4, 2, 6)
         (lambda: SRUpp(6, 6, 4)(X, memory_padding_mask=torch.ones(2, 4) > 0), ValueError, "it needs memory"),
         (lambda: SRUppCell(6, 6, 4, attention=False)(X, memory=X), ValueError, "this cell has no attention"),
         (lambda: SRUppCell(6, 6, 4)(X, past=(X, X), memory=X), ValueError, "two forms of the same positions"),
+        (
+            lambda: SRUppCell(6, 6, 4)(X, mask=WindowMask.build(3, 2, 5)),
+            ValueError,
+            "built for 5 remembered and 2 new positions, got 0 and 2",
+        ),
         (lambda: SRUppCell(6, 6, 4)(X, past=(X, X)), ValueError, r"past keys must have shape \(B=4, H=1, M"),
     ],
 )
