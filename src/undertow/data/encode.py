@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-PIECE = 1 << 17
+PIECE = 1 << 15
 """Characters of a document that are tokenised in one go."""
-OVERLAP = 1 << 11
+OVERLAP = 1 << 10
 """Characters that neighbouring pieces share; their tokenisations are joined where both agree."""
-_BATCH = 1 << 21  # characters given to the tokenizer's threads at a time
+_BATCH = 1 << 20  # characters given to the tokenizer's threads at a time
 _AGREE = 8  # tokens on either side of a joint that must be equal in both pieces
 
 _SPACE = np.zeros(256, dtype=bool)

@@ -9,6 +9,7 @@ import codecs
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -319,8 +320,10 @@ class TextDecoder:
         self._special = set(tokenizer.all_special_ids)
         self._added = set(tokenizer.get_added_vocab().values())
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        # For other decoders: ids from the last clean place on, and what text they have given already.
+        # For other decoders: the last ids, where among them the last whole character or word begins, and the text they
+        # have given already.
         self._ids: list[int] = []
+        self._unit = 0
         self._shown = ""
 
     def push(self, ids: int | Sequence[int]) -> str:
@@ -332,14 +335,25 @@ class TextDecoder:
             return ""
         if self._bytes is not None:
             return self._push_bytes(token)
+        name = self.tokenizer.convert_ids_to_tokens(token)
+        byte = re.fullmatch("<0x([0-9A-F]{2})>", name) if isinstance(name, str) else None  # SentencePiece's bytes
+        held = bool(self._utf8.getstate()[0])
+        if byte is None:
+            self._utf8.reset()
+        else:
+            self._utf8.decode(bytes([int(byte[1], 16)]))
+        if byte is None or not held:
+            self._unit = len(self._ids)
         self._ids.append(token)
+        if self._utf8.getstate()[0]:
+            return ""
         text = self._decode(self._ids)
         # A trailing U+FFFD may be a character whose other bytes are still to come; four bytes settle it.
         if text.endswith("\ufffd") and not text[:-4].endswith("\ufffd"):
             return ""
         new = text[len(self._shown) :]
-        if len(self._ids) > 16:  # keep some context: decoders treat the first word of a text specially
-            self._ids = self._ids[-4:]
+        if len(self._ids) > 16:  # some context is kept: decoders treat the first word of a text specially
+            self._ids, self._unit = self._ids[self._unit :], 0
             text = self._decode(self._ids)
         self._shown = text
         return new
@@ -362,8 +376,8 @@ class TextDecoder:
         """The rest: what was held back, an unfinished character as U+FFFD. The decoder then starts anew."""
         if self._bytes is not None:
             rest = self._utf8.decode(b"", final=True)
-            self._utf8.reset()
         else:
             rest = self._decode(self._ids)[len(self._shown) :] if self._ids else ""
-        self._ids, self._shown = [], ""
+        self._utf8.reset()
+        self._ids, self._unit, self._shown = [], 0, ""
         return rest
