@@ -133,6 +133,10 @@ void clear_state(U* units, int64_t width, float (U::*state)[Vec::lanes]) {
   for (int64_t v = 0; v * Vec::lanes < width; ++v) store(units[v].*state, Vec::set(0.0f));
 }
 
+void copy_state(const Unit* units, float* to, int64_t width) {
+  for (int64_t j = 0; j < width; ++j) to[j] = units[j / Vec::lanes].c[j % Vec::lanes];
+}
+
 template <class E>
 void zero(E* p, int64_t n) {
   for (int64_t j = 0; j < n; ++j) p[j] = E{};
@@ -162,8 +166,9 @@ struct Forward {
   }
 
   static void run(const Problem& p, int64_t b, int64_t j0, int64_t j1) {
-    const int64_t width = j1 - j0, chunks = p.T > 0 ? (p.T - 1) / kChunk : 0;
+    const int64_t width = j1 - j0;
     const int64_t u_k = p.u_k, ahead = p.reverse ? -kAhead : kAhead, u_ahead = ahead * p.u_t, x_ahead = ahead * p.x_t;
+    const int64_t rows = undertow::saved_rows(p.T);
     const Vec scale = Vec::set(p.scale);
     Unit units[kMaxWidthForward / Vec::lanes];
     fill(units, p, b, j0, width);
@@ -171,10 +176,7 @@ struct Forward {
     for (int64_t s = 0; s < p.T; ++s) {
       const At<E> at(p, b, s, j0, Masked);
       E* h = static_cast<E*>(p.h) + (b * p.T + at.t) * p.d + j0;
-      if (s > 0 && s % kChunk == 0) {
-        float* saved = p.saved + (b * chunks + s / kChunk - 1) * p.d + j0;
-        for (int64_t j = 0; j < width; ++j) saved[j] = units[j / Vec::lanes].c[j % Vec::lanes];
-      }
+      if (p.saved && s % kChunk == 0) copy_state(units, p.saved + (b * rows + s / kChunk) * p.d + j0, width);
       if (Masked && at.padded) {
         zero(h, width);
         continue;
@@ -189,7 +191,11 @@ struct Forward {
       // A document starts at t: read backwards, it ends here, and the one before it must not see its state.
       if (Masked && at.reset && p.reverse) clear_state(units, width, &Unit::c);
     }
-    for (int64_t j = 0; j < width; ++j) p.c[b * p.d + j0 + j] = units[j / Vec::lanes].c[j % Vec::lanes];
+    copy_state(units, p.c + b * p.d + j0, width);
+    if (p.saved) {
+      if (p.T % kChunk == 0) copy_state(units, p.saved + (b * rows + p.T / kChunk) * p.d + j0, width);
+      copy_state(units, p.saved + (b * rows + rows - 1) * p.d + j0, width);
+    }
     if (Stream) stream_fence();
   }
 };
@@ -247,7 +253,7 @@ struct Backward {
   static void run(const Problem& p, int64_t b, int64_t j0, int64_t j1, float* scratch) {
     const int64_t width = j1 - j0, vectors = (width + Vec::lanes - 1) / Vec::lanes, whole = width / Vec::lanes;
     const int tail = static_cast<int>(width % Vec::lanes);
-    const int64_t chunks = p.T > 0 ? (p.T - 1) / kChunk : 0;
+    const int64_t chunks = (p.T + kChunk - 1) / kChunk, rows = undertow::saved_rows(p.T);
     const int64_t u_k = p.u_k, parts = H == Highway::u3 ? 4 : 3, ahead = p.reverse ? -kAhead : kAhead;
     const int64_t u_ahead = ahead * p.u_t, x_ahead = -ahead * p.x_t, gh_ahead = -ahead * p.gh_t;
     const Vec scale = Vec::set(p.scale);
@@ -257,10 +263,10 @@ struct Backward {
     fill(units, p, b, j0, width);
     fill(grads, p, b, j0, width);
 
-    for (int64_t i = p.T > 0 ? chunks : -1; i >= 0; --i) {
+    for (int64_t i = chunks; i-- > 0;) {
       const int64_t begin = i * kChunk, end = begin + kChunk < p.T ? begin + kChunk : p.T;
-      const float* start = i > 0 ? p.saved + (b * chunks + i - 1) * p.d + j0 : p.c0 ? p.c0 + b * p.d + j0 : nullptr;
-      for (int64_t j = 0; j < width; ++j) units[j / Vec::lanes].c[j % Vec::lanes] = start ? start[j] : 0.0f;
+      const float* start = p.saved + (b * rows + i) * p.d + j0;
+      for (int64_t j = 0; j < width; ++j) units[j / Vec::lanes].c[j % Vec::lanes] = start[j];
 
       for (int64_t s = begin; s < end; ++s) {
         const At<E> at(p, b, s, j0, Masked);

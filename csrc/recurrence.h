@@ -17,6 +17,10 @@ enum class Highway : int { none = 0, x = 1, u3 = 2 };
 // saving every state, since the gates are needed again anyway and the chunk stays in the cache.
 constexpr int64_t kChunk = 16;
 
+// The state before step 0, kChunk, 2 kChunk, ... up to T, in the order in which steps are taken, then the last state.
+// (Never fewer than two rows: compilers of torch programs take sizes 0 and 1 for special and would compile for each.)
+constexpr int64_t saved_rows(int64_t T) { return T / kChunk + 2; }
+
 // Strides count elements; the last dimension (d) is always contiguous. A null pointer means "not there".
 // Tensors marked `data` are in the call's dtype, all others in float32. What is written is contiguous.
 struct Problem {
@@ -38,10 +42,10 @@ struct Problem {
   const uint8_t* padding;  // (B, T)
   const uint8_t* resets;   // (B, T)
 
-  // Forward writes; backward reads `saved`, the state before each chunk but the first, in the order of the steps.
+  // Forward writes (`saved` only if asked); backward reads `saved`.
   void* h;       // data (B, T, d)
   float* c;      // (B, d)
-  float* saved;  // (B, (T - 1) / kChunk, d)
+  float* saved;  // (B, saved_rows, d)
 
   // Backward only.
   const void* grad_h;  // data (B, T, d)

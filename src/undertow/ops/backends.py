@@ -20,7 +20,7 @@ _CPU_DTYPES = (torch.float32, torch.bfloat16)
 
 extension: ModuleType | None
 try:
-    from undertow import _C as extension  # type: ignore[attr-defined,no-redef]
+    from undertow import _C as extension  # type: ignore[no-redef]
 
     _missing = ""
 except ImportError as error:

@@ -17,6 +17,18 @@ __all__ = ["instruction_set"]
 
 _NO_HIGHWAY, _HIGHWAY_X, _HIGHWAY_U = 0, 1, 2
 
+# Steps between the states that the forward pass keeps for the backward pass.
+CHUNK = 16
+assert extension is None or extension.CHUNK == CHUNK, "the compiled part is of another version: install undertow again"
+
+
+def saved_rows(T: int) -> int:
+    """States kept: before step 0, CHUNK, 2 CHUNK, ... up to T, in the order of the steps, and the last one.
+
+    Never fewer than two: torch's compilers take sizes 0 and 1 for special cases, which would bound T.
+    """
+    return T // CHUNK + 2
+
 
 @contextmanager
 def instruction_set(name: str) -> Iterator[None]:
@@ -70,7 +82,7 @@ def _arguments(
     padding_mask: Tensor | None,
     resets: Tensor | None,
     reverse: bool,
-    saved: Tensor,
+    saved: Tensor | None,
 ) -> tuple[list[Any], list[Tensor | None]]:
     """What both passes are called with, and the tensors that must live until the call is over."""
     B, T, k, d = u.shape
@@ -84,7 +96,7 @@ def _arguments(
         u.data_ptr(), u.stride(0), u.stride(1), u.stride(2),
         _address(x), 0 if x is None else x.stride(0), 0 if x is None else x.stride(1),
         *map(_address, others),
-        saved.data_ptr(),
+        _address(saved),
     ]  # fmt: skip
     return arguments, [u, x, *others]
 
@@ -102,12 +114,14 @@ def forward(
     padding_mask: Tensor | None,
     resets: Tensor | None,
     reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """h (B, T, d), the last c (B, d), and c at every ``module.CHUNK`` steps for the backward pass."""
+    *,
+    save: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """h (B, T, d), the last c (B, d), and unless told otherwise the states that the backward pass starts from."""
     B, T, _, d = u.shape
     h = u.new_empty((B, T, d))
     c = weight.new_empty((B, d))
-    saved = weight.new_empty((B, max(T - 1, 0) // module.CHUNK, d))
+    saved = weight.new_empty((B, saved_rows(T), d)) if save else None
     arguments, _alive = _arguments(
         u, x, weight, bias, c0, tanh, scale, dropout_mask, padding_mask, resets, reverse, saved
     )

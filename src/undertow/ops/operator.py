@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +14,6 @@ from undertow.ops import backends, cpu, reference
 __all__ = ["recurrence"]
 
 ACTIVATIONS = ("identity", "tanh")
-
-# Steps between the states that the forward pass keeps for the backward pass (the C++ part's CHUNK).
-CHUNK = 16
-assert backends.extension is None or backends.extension.CHUNK == CHUNK, "the compiled part is of another version"
 
 
 def recurrence(
@@ -101,9 +98,13 @@ def recurrence(
         c0 = c0.to(dtype)
     if dropout_mask is not None and dropout_mask.dtype is not dtype:
         dropout_mask = dropout_mask.to(dtype)
-    h, c, _ = _forward_op(
-        u, x, weight, bias, c0, activation == "tanh", scale, dropout_mask, padding_mask, resets, reverse
-    )
+    options = (activation == "tanh", scale, dropout_mask, padding_mask, resets, reverse)
+    if not _plain(u, x, weight, bias, c0):
+        h, c, _ = _forward_op(u, x, weight, bias, c0, *options)
+    elif torch.is_grad_enabled():
+        h, c, _ = _Direct.apply(u, x, weight, bias, c0, *options)
+    else:
+        h, c, _ = _forward(u, x, weight, bias, c0, *options, save=False)
     return (h if h.dtype is out_dtype else h.to(out_dtype)), c
 
 
@@ -177,16 +178,16 @@ _backward_op = torch.ops.undertow.recurrence_backward.default
 
 
 def _forward(
-    u: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor, c0: Tensor | None, *options: Any
+    u: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor, c0: Tensor | None, *options: Any, save: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     extension = backends.serving(u.device, u.dtype)
     if extension is not None:
-        return cpu.forward(extension, u, x, weight, bias, c0, *options)
+        h, c, saved = cpu.forward(extension, u, x, weight, bias, c0, *options, save=save)
+        return h, c, c if saved is None else saved
     h, cs = reference.states(u, x, weight, bias, c0, *options)
-    T = u.shape[1]
-    kept = cs[CHUNK:T:CHUNK]
-    saved = torch.stack(kept, dim=1) if kept else cs[0].new_empty((u.shape[0], 0, u.shape[3]))
-    return h.contiguous(), cs[-1].contiguous() if T else cs[-1].clone(), saved
+    # Without a step c is c0 itself, which an operator must not return.
+    c = cs[-1].clone() if len(cs) == 1 else cs[-1]
+    return h, c, torch.stack([*cs[:: cpu.CHUNK], cs[-1]], dim=1) if save else c
 
 
 def _backward(
@@ -198,8 +199,11 @@ def _backward(
         grad_u, grad_x, *others = cpu.backward(extension, grad_h, grad_c, u, x, weight, bias, c0, saved, *options)
     else:
         grad_u, grad_x, *others = reference.gradients(grad_h, grad_c, u, x, weight, bias, c0, *options)
-        grad_u, others = grad_u.contiguous(), [other.clone() if other is grad_c else other for other in others]
-    return grad_u, _empty(u) if grad_x is None else grad_x.contiguous(), *others
+        grad_u, grad_x = grad_u.contiguous(), None if grad_x is None else grad_x.contiguous()
+    grad_weight, grad_bias, grad_c0 = others
+    # Without a step the state's gradient is grad_c itself, which an operator must not return.
+    grad_c0 = grad_c0.clone() if grad_c0 is grad_c else grad_c0
+    return grad_u, _empty(u) if grad_x is None else grad_x, grad_weight, grad_bias, grad_c0
 
 
 def _empty(u: Tensor) -> Tensor:
@@ -212,8 +216,7 @@ def _forward_fake(
     u: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor, c0: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     B, T, _, d = u.shape
-    kept = (torch.sym_max(T, 1) - 1) // CHUNK
-    return u.new_empty((B, T, d)), weight.new_empty((B, d)), weight.new_empty((B, kept, d))
+    return u.new_empty((B, T, d)), weight.new_empty((B, d)), weight.new_empty((B, cpu.saved_rows(T), d))
 
 
 @torch.library.register_fake("undertow::recurrence_backward", lib=_library)
@@ -223,7 +226,8 @@ def _backward_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     B, T, k, d = u.shape
     grad_x = _empty(u) if x is None else u.new_empty((B, T, d))
-    return u.new_empty((B, T, k, d)), grad_x, *(weight.new_empty(shape) for shape in ((2, d), (2, d), (B, d)))
+    grad_c0 = weight.new_empty((B, d))
+    return u.new_empty((B, T, k, d)), grad_x, weight.new_empty((2, d)), weight.new_empty((2, d)), grad_c0
 
 
 _library.impl("recurrence", _forward, "CompositeExplicitAutograd")
@@ -236,10 +240,12 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     ctx.options = tanh, scale, reverse
 
 
-def _gradient_of_forward(ctx: Any, grad_h: Tensor, grad_c: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _gradient_of_forward(
+    ctx: Any, grad_h: Tensor, grad_c: Tensor, _: Tensor, backward: Callable[..., Any] = _backward_op
+) -> tuple[Tensor | None, ...]:
     u, x, weight, bias, c0, saved, dropout_mask, padding_mask, resets = ctx.saved_tensors
     tanh, scale, reverse = ctx.options
-    grad_u, grad_x, grad_weight, grad_bias, grad_c0 = _backward_op(
+    grad_u, grad_x, grad_weight, grad_bias, grad_c0 = backward(
         grad_h, grad_c, u, x, weight, bias, c0, saved, tanh, scale, dropout_mask, padding_mask, resets, reverse
     )
     return (
@@ -256,7 +262,8 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _gradient_of_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     """The second derivative: the gradients' own formulas, in plain torch, differentiated by torch."""
-    *inputs, dropout_mask, padding_mask, resets = ctx.saved_tensors
+    grad_h, grad_c, u, x, weight, bias, c0, dropout_mask, padding_mask, resets = ctx.saved_tensors
+    inputs: list[Any] = [grad_h, grad_c, u, x, weight, bias, c0]
     tanh, scale, reverse = ctx.options
     with torch.enable_grad():
         # Views of their own: the search for gradients must end here, not run on into the graph that made these tensors
@@ -272,7 +279,7 @@ def _gradient_of_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]
         create_graph=torch.is_grad_enabled(),
         allow_unused=True,
     )
-    results: list[Tensor | None] = [None] * 14
+    results: list[Tensor | None] = [None] * 14  # one for each argument of the operator
     for i, grad in zip(wanted, found, strict=True):
         results[i] = grad
     return tuple(results)
@@ -282,6 +289,44 @@ torch.library.register_autograd("undertow::recurrence", _gradient_of_forward, se
 torch.library.register_autograd(
     "undertow::recurrence_backward", _gradient_of_backward, setup_context=_save_backward, lib=_library
 )
+
+
+# ---- the short way ------------------------------------------------------------------------------------------------
+
+
+def _plain(*tensors: Tensor | None) -> bool:
+    """Whether nothing but eager autograd can be watching: no compiler or tracer, no mode, no transform, no subclass.
+
+    Then the operator's kernels are called without the dispatcher, which costs several times what one step of decoding
+    computes. A FLOP counter, say, is a mode, and sees the operator.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return all(a is None or type(a) in _PLAIN_TYPES for a in tensors)
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+class _Direct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = _forward(*inputs)
+        ctx.mark_non_differentiable(output[2])
+        _save_forward(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        # With create_graph the gradients must themselves be recorded: the operator knows how.
+        direct = not torch.is_grad_enabled() and _plain(*grads)
+        grad_h, grad_c, _ = grads
+        return _gradient_of_forward(ctx, grad_h, grad_c, _, _backward if direct else _backward_op)
+
+
+# ---- what it counts ------------------------------------------------------------------------------------------------
 
 
 @register_flop_formula(torch.ops.undertow.recurrence)
