@@ -162,17 +162,26 @@ def saved_model(place: str) -> str:
 
 
 def load_model(place: str, device: str | None = None) -> nn.Module:
-    """A saved causal language model, in float32 as training wants it."""
+    """A saved causal language model, in float32 as training wants it.
+
+    Raises:
+        FileNotFoundError: see :func:`saved_model`.
+        ValueError: weights that are damaged.
+    """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     import undertow.models  # noqa: F401 (lets the Auto classes know ours)
 
     folder = saved_model(place)
-    with silent_bars():
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder.removeprefix(HUB), dtype=torch.float32, local_files_only=not folder.startswith(HUB)
-        )
+    try:
+        with silent_bars():
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder.removeprefix(HUB), dtype=torch.float32, local_files_only=not folder.startswith(HUB)
+            )
+    except SafetensorError as error:
+        raise ValueError(f"{folder}: the saved weights are damaged or cut short ({error})") from error
     return model.to(device) if device is not None else model
 
 

@@ -175,7 +175,7 @@ def choose(folder: Path, which: str | None) -> tuple[Path, dict[str, Any]]:
     if which is None:
         found = steps_in(folder)
         if not found:
-            raise CheckpointError(f"there is no checkpoint in {folder} to resume from; start without --resume")
+            raise CheckpointError(f"there is no checkpoint in {folder} to resume from")
         path = found[-1]
     else:
         path = Path(which) if Path(which).is_dir() else folder / which

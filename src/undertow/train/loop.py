@@ -114,12 +114,14 @@ def check_out(out: Path, resume: bool, overwrite: bool) -> None:
     """Whether a run may start in ``out``; changes nothing.
 
     Raises:
-        FileExistsError, NotADirectoryError, ValueError: see :func:`train`.
+        FileExistsError, NotADirectoryError, CheckpointError, ValueError: see :func:`train`.
     """
     if out.exists() and not out.is_dir():
         raise NotADirectoryError(f"{out} is a file, and a run wants a folder")
     if resume and overwrite:
         raise ValueError("resume and overwrite exclude each other")
+    if resume and not checkpoint.steps_in(out / "checkpoints"):
+        raise CheckpointError(f"there is no checkpoint in {out} to resume from; start without --resume")
     if resume or not out.is_dir() or not any(out.iterdir()):
         return
     if not overwrite:
@@ -161,10 +163,12 @@ class _Run:
             train_store, config.batch_size, config.window, seed=config.seed, rank=self.rank, world_size=self.world
         )
         if config.gradient_checkpointing:
-            if not hasattr(model, "gradient_checkpointing_enable"):
+            # Its name changes with transformers 6; its first argument does not.
+            names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+            enable: Any = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+            if enable is None:
                 raise ValueError(f"{type(model).__name__} has no gradient checkpointing; leave it out")
-            enable: Any = model.gradient_checkpointing_enable
-            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            enable({"use_reentrant": False})
         self.stateful = carries_state(model) and config.carry_state
         self.takes_resets = carries_state(model)
         self.plain = model
@@ -175,7 +179,8 @@ class _Run:
         self.parameters = sum(p.numel() for p in self.plain.parameters())
         self.talk = Talk(config.steps if config.minutes is None else None, quiet or not self.main)
         self.metrics: Any = None
-        self.own_loss: bool | None = _takes_targets(self.plain) or None
+        # Whether the loss may be left to the model; None: to be found out at the first piece.
+        self.own_loss: bool | None = None if _takes_targets(self.plain) else False
         # The run's position: all of it goes into a checkpoint.
         self.step = 0
         self.tokens = 0

@@ -1,0 +1,101 @@
+"""Learning rates and optimisers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.train.conftest import small_model
+from undertow.train import TrainConfig
+from undertow.train.optim import learning_rate, make_optimizer
+
+
+def test_warmup_and_cosine() -> None:
+    config = TrainConfig(steps=100, learning_rate=1.0, warmup=10, min_learning_rate=0.1)
+    rates = [learning_rate(config, step) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
+    assert rates[10] == 1.0
+    assert rates[55] == pytest.approx(0.55)
+    assert rates[99] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 89 / 90)))
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_warmup_as_a_share_of_the_budget() -> None:
+    steps = TrainConfig(steps=200, learning_rate=1.0, warmup=0.1)
+    same = TrainConfig(steps=200, learning_rate=1.0, warmup=20)
+    assert [learning_rate(steps, s) for s in range(200)] == pytest.approx([learning_rate(same, s) for s in range(200)])
+
+
+def test_constant() -> None:
+    config = TrainConfig(steps=10, learning_rate=0.5, warmup=2, schedule="constant")
+    assert [learning_rate(config, step) for step in range(10)] == [0.25] + [0.5] * 9
+
+
+def test_minutes_drive_the_schedule() -> None:
+    config = TrainConfig(minutes=2, learning_rate=1.0, warmup=0.1)
+    assert 0 < learning_rate(config, 0, 0.0) < 0.01
+    assert learning_rate(config, 50, 6.0) == pytest.approx(0.5)
+    assert learning_rate(config, 50, 12.0) == pytest.approx(1.0)
+    assert learning_rate(config, 500, 66.0) == pytest.approx(0.5)
+    assert learning_rate(config, 900, 120.0) == pytest.approx(0.0, abs=1e-9)
+    both = TrainConfig(minutes=2, steps=100, learning_rate=1.0, warmup=0.1)
+    assert learning_rate(both, 55, 10.0) == pytest.approx(0.5)
+
+
+@given(
+    steps=st.integers(1, 300),
+    warmup=st.one_of(st.floats(0, 0.99), st.integers(0, 400).map(float)),
+    minutes=st.one_of(st.none(), st.floats(0.1, 10)),
+    floor=st.floats(0, 1),
+    data=st.data(),
+)
+def test_rates_stay_between_zero_and_the_top(
+    steps: int, warmup: float, minutes: float | None, floor: float, data: st.DataObject
+) -> None:
+    config = TrainConfig(steps=steps, minutes=minutes, learning_rate=1.0, warmup=warmup, min_learning_rate=floor)
+    step = data.draw(st.integers(0, steps - 1))
+    seconds = data.draw(st.floats(0, 700))
+    assert 0 <= learning_rate(config, step, seconds) <= 1.0 + 1e-12
+
+
+def test_which_parameters_decay() -> None:
+    model = small_model()
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = make_optimizer(model, TrainConfig(weight_decay=0.1)).param_groups
+    decayed = {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
+    free = {names[id(p)] for group in groups if not group["weight_decay"] for p in group["params"]}
+    assert decayed | free == set(names.values())
+    assert "lm_head.weight" in decayed
+    assert any(name.endswith("down_proj") or "down_proj" in name for name in decayed)
+    vectors = ("bias", "weight_c", "alpha")
+    assert {name for name in names.values() if name.rpartition(".")[2] in vectors} <= free
+    assert all(p.ndim >= 2 for name, p in model.named_parameters() if name in decayed)
+    everything = make_optimizer(model, TrainConfig(weight_decay=0.1, decay="all")).param_groups
+    assert sum(len(group["params"]) for group in everything if group["weight_decay"]) == len(names)
+
+
+@pytest.mark.parametrize("optimizer", ["radam", "adamw"])
+def test_decay_is_decoupled(optimizer: str) -> None:
+    """Without a gradient the weights shrink by 1 - lr * decay; L2 regularisation would do something else."""
+    model = nn.Linear(3, 2, bias=False)
+    config = TrainConfig(optimizer=optimizer, learning_rate=0.1, weight_decay=0.5)  # type: ignore[arg-type]
+    made = make_optimizer(model, config)
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.zeros_like(model.weight)
+    made.step()
+    assert torch.allclose(model.weight, before * (1 - 0.1 * 0.5))
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    made = make_optimizer(model, TrainConfig())
+    assert sum(len(group["params"]) for group in made.param_groups) == 2
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        make_optimizer(model, TrainConfig())
