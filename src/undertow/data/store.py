@@ -390,6 +390,7 @@ def iterate_texts(documents: Iterable[Document], progress: Callable[[int], objec
             cut = len(text.rstrip()) if text[-1:].isspace() else max(text.rfind(" "), text.rfind("\n"))
             cut = cut if cut > 0 else len(text)
             held = text[cut:]
-            yield text[:cut]
+            if cut:
+                yield text[:cut]
         if held:
             yield held
