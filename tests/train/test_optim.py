@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.train.conftest import small_model
 from undertow.train import TrainConfig
-from undertow.train.optim import learning_rate, make_optimizer
+from undertow.train.optim import FusedRAdam, learning_rate, make_optimizer
 
 
 def test_warmup_and_cosine() -> None:
@@ -99,3 +99,30 @@ def test_frozen_parameters_are_left_alone() -> None:
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="no trainable parameter"):
         make_optimizer(model, TrainConfig())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("beta2", [0.999, 0.9])
+def test_fused_radam_is_torchs(dtype: torch.dtype, beta2: float) -> None:
+    """Also with a parameter that has no gradient at times, a changing rate, and a state that changes hands."""
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in ((5, 3), (7,), (2, 2))]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    settings = {"lr": 1e-2, "betas": (0.9, beta2), "weight_decay": 0.3, "eps": 1e-4, "decoupled_weight_decay": True}
+    fused = FusedRAdam(ours, **settings)
+    plain = torch.optim.RAdam(theirs, **settings)
+    for step in range(30):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        if step == 20:
+            ours[2].grad = theirs[2].grad = None
+        if step == 25:
+            state = fused.state_dict()
+            fused.load_state_dict(plain.state_dict())
+            plain.load_state_dict(state)
+        for optimizer in (fused, plain):
+            optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+            optimizer.step()
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
