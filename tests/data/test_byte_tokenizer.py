@@ -1,4 +1,4 @@
-"""Tokenizers: exact round trips, recognised by content, saved and loaded without this library, text while it is made."""
+"""Tokenizers: exact round trips, recognised by content, loaded without this library, text while it is made."""
 
 import json
 import subprocess
@@ -77,8 +77,9 @@ def test_saved_it_loads_without_this_library(bytes_, tmp_path):
     text = "naïve <|endoftext|>\r\n"
     code = (
         "import sys; from transformers import AutoTokenizer\n"
-        f"t = AutoTokenizer.from_pretrained({str(tmp_path)!r}); ids = t({text!r}).input_ids\n"
-        f"assert ids == list({text!r}.encode()) and t.decode(ids) == {text!r} and len(t) == 257 and t.eos_token_id == 256\n"
+        f"t = AutoTokenizer.from_pretrained({str(tmp_path)!r}); text = {text!r}\n"
+        "ids = t(text).input_ids\n"
+        "assert ids == list(text.encode()) and t.decode(ids) == text and len(t) == 257 and t.eos_token_id == 256\n"
         "assert not any(m.startswith('undertow') for m in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
@@ -167,7 +168,7 @@ def test_word_vocabulary_counts_as_published_corpora_do(tmp_path):
     assert tokenizer.convert_ids_to_tokens([0, 1]) == ["<unk>", "<eos>"]
     assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer))), "no id is given twice"
     assert tokenizer("unseen <unk>").input_ids == [0, 0]
-    words = [w for w in tokenizer.convert_ids_to_tokens(range(2, len(tokenizer)))]
+    words = tokenizer.convert_ids_to_tokens(list(range(2, len(tokenizer))))
     assert set(words[:2]) == {"the", "="}, "the most frequent come first"
     small = train_tokenizer([text], "word", 5)
     assert len(small) == 5

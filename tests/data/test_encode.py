@@ -15,14 +15,32 @@ from undertow.data.tokenizer import text_backend
 
 
 def prose(seed: int, words: int) -> str:
-    """Text with everything that makes tokenisers look ahead: runs of spaces, line ends, contractions, marks, scripts."""
+    """Text with all that makes tokenizers look ahead: runs of spaces, line ends, contractions, marks, scripts."""
     draw = random.Random(seed)
-    stems = ["the", "cat's", "naïve", "I'll", "1,234.5", "東京", "🙂", "...", "»", "-", "e\u0301", "don't", "x_y", "12345"]
+    stems = [
+        "the",
+        "cat's",
+        "naïve",
+        "I'll",
+        "1,234.5",
+        "東京",
+        "🙂",
+        "...",
+        "»",
+        "-",
+        "e\u0301",
+        "don't",
+        "x_y",
+        "12345",
+    ]
     gaps = [" ", " ", " ", "  ", "    ", "\n", "\n\n", "\r\n", " \n ", "\t", "", ",", ". ", ".\n\n", "\u00a0"]
     return "".join(draw.choice(stems) + draw.choice(gaps) for _ in range(words))
 
 
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def trained(backend, trainer, text):

@@ -118,9 +118,7 @@ def test_the_end_of_a_document_is_trained_on(stores):
 
 
 @SETTINGS
-@given(
-    document_sizes, st.sampled_from([4, 8]), st.integers(1, 5), st.integers(0, 20), st.integers(0, 2), st.booleans()
-)
+@given(document_sizes, st.sampled_from([4, 8]), st.integers(1, 5), st.integers(0, 20), st.integers(0, 2), st.booleans())
 def test_ranks_share_the_rows_and_resume_is_exact(stores, sizes, batch_size, window, steps, seed, bos):
     store = stores([size + 10 for size in sizes], bos)
     if sum(size + 10 + bos for size in sizes) // batch_size < window:
@@ -209,7 +207,11 @@ def test_progress(stores):
 
 @pytest.mark.parametrize(
     ("batch_size", "window", "remedy"),
-    [(1, 12, "take window 11 or less"), (4, 4, "take batch_size 2 or less, or window 2 or less"), (12, 1, "batch_size 11")],
+    [
+        (1, 12, "take window 11 or less"),
+        (4, 4, "take batch_size 2 or less, or window 2 or less"),
+        (12, 1, "batch_size 11"),
+    ],
 )
 def test_text_shorter_than_a_window_is_named_with_a_remedy(stores, batch_size, window, remedy):
     with pytest.raises(ValueError, match="the text is too short: 11 tokens") as caught:

@@ -214,4 +214,6 @@ def test_texts_for_training_are_the_text_cut_at_white_space(text, size):
     assert "".join(pieces) == text
     for piece, following in pairwise(pieces):
         at_white_space = following[0].isspace() or piece[-1].isspace()
-        assert at_white_space or not any(c in " \n" for c in piece[1:]), "a word is cut only where there is no other way"
+        assert at_white_space or not any(c in " \n" for c in piece[1:]), (
+            "a word is cut only where there is no other way"
+        )

@@ -33,7 +33,7 @@ class Config:
     """What a token is."""
 
     vocab_size: int | None = None
-    """Ids in all, special ones included. Default: 8000 for bpe, every word that occurs for word."""
+    """Ids in all, special ones included. Default: up to 8000 for bpe, every word that occurs for word."""
 
     min_frequency: int | None = None
     """Leave out what occurs less often. Default: 2 for bpe, 1 for word."""

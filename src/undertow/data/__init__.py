@@ -10,7 +10,7 @@
 
 from undertow.data.cache import cache_folder
 from undertow.data.documents import Document, read_documents
-from undertow.data.prepare import DataConfig, DocumentSplits, Splits, cached_store, prepare, split_documents
+from undertow.data.splits import DataConfig, DocumentSplits, Splits, cached_store, prepare, split_documents
 from undertow.data.stdlib import stdlib_documents, stdlib_split
 from undertow.data.store import TokenStore
 from undertow.data.stream import IGNORED, Piece, Stream, evaluation_pieces

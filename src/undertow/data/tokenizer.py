@@ -224,7 +224,7 @@ def train_tokenizer(
     Args:
         texts: pieces of text, cut where no word is cut in two; read once.
         kind: see above.
-        vocab_size: ids in all, special ones included. Default: 8,000 for bpe, every word that occurs for word.
+        vocab_size: ids in all, special ones included. Default: up to 8,000 for bpe, every word that occurs for word.
         min_frequency: a pair or word that occurs less often is left out. Default: 2 for bpe, 1 for word.
 
     Raises:
@@ -247,12 +247,11 @@ def train_tokenizer(
             yield text
 
     if kind == "bpe":
-        size = 8000 if vocab_size is None else vocab_size
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         bpe = trainers.BpeTrainer(
-            vocab_size=size,
+            vocab_size=8000 if vocab_size is None else vocab_size,
             min_frequency=2 if min_frequency is None else min_frequency,
             show_progress=False,
             special_tokens=[END_OF_TEXT],
@@ -275,7 +274,6 @@ def train_tokenizer(
         )
         by_rank = sorted(counter.get_vocab().items(), key=lambda item: item[1])
         words = ["<unk>", "<eos>", *(word for word, _ in by_rank if word not in ("<unk>", "<eos>"))][:vocab_size]
-        size = len(words) if vocab_size is None else vocab_size
         backend = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>"))
         backend.normalizer = normalizers.Replace("\n", " <eos> ")
         backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -283,9 +281,9 @@ def train_tokenizer(
         end, more = "<eos>", {"unk_token": "<unk>"}
     if not seen:
         raise ValueError("there is no text to train a vocabulary on")
-    if backend.get_vocab_size() < size:
+    if vocab_size is not None and backend.get_vocab_size() < vocab_size:
         raise ValueError(
-            f"vocab_size {size} cannot be reached: this text gives {backend.get_vocab_size()} "
+            f"vocab_size {vocab_size} cannot be reached: this text gives {backend.get_vocab_size()} "
             f"({'merges of pairs' if kind == 'bpe' else 'words'} that occur often enough run out); "
             "ask for at most that, or give more text"
         )

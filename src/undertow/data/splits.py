@@ -203,11 +203,11 @@ def _by_tail(
 ) -> tuple[list[Document], list[Document], list[Document]]:
     lengths = [document.length() for document in data]
     total = sum(lengths)
-    cuts = []
-    wanted = [total - round(total * (valid_fraction + test_fraction)), total - round(total * test_fraction), total]
-    for at, limit in pairwise(wanted):
-        cuts.append(_line_start(data, lengths, at, min(limit, at + (limit - at) // 2)) if at < limit else at)
-    bounds = [0, *cuts, total]
+    cuts = [total]
+    for held_out in (test_fraction, valid_fraction + test_fraction):  # from the end, so that an empty part stays empty
+        at, limit = total - round(total * held_out), cuts[0]
+        cuts.insert(0, _line_start(data, lengths, at, (at + limit) // 2) if at < limit else limit)
+    bounds = [0, *cuts]
     parts = [_between(data, lengths, begin, end) for begin, end in pairwise(bounds)]
     for name, fraction, part in zip(("train", "valid", "test"), (1, valid_fraction, test_fraction), parts, strict=True):
         if fraction and not part:
@@ -233,12 +233,18 @@ def _line_start(data: list[Document], lengths: list[int], at: int, limit: int) -
     start = starts[i]
     if at == start:
         return at
-    # From one byte before, since `at` may be a beginning already.
-    text = data[i].part(at - start - 1, min(limit - start, at - start + (1 << 16), lengths[i])).data
+    # Some bytes before it are needed too: it may be a beginning already, or stand within a character.
+    before = min(at - start, 4)
+    text = data[i].part(at - start - before, min(limit - start, at - start + (1 << 16), lengths[i])).data
     for mark in (b"\n", b" "):
-        if (found := text.find(mark)) >= 0:
-            return at + found
-    return at + next((i for i, byte in enumerate(text[1:5]) if byte & 0xC0 != 0x80), 0)
+        if (found := text.find(mark, before - 1)) >= 0:
+            return at - before + found + 1
+    following = data[i].part(at - start, at - start + 1).data
+    if following and following[0] & 0xC0 == 0x80:  # it is no character's first byte: back to that
+        for back in range(1, before + 1):
+            if text[before - back] & 0xC0 != 0x80:
+                return at - back
+    return at
 
 
 def cached_store(
