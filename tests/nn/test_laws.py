@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.testing import assert_close
 
-from undertow.nn import SRU, SRUpp, SRUppCell, SRUppState
+from undertow.nn import SRU, SRUCell, SRUpp, SRUppCell, SRUppState
 
 few = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 TIGHT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-10}
@@ -210,6 +211,17 @@ def test_a_cell_goes_on_from_keys_and_values_or_from_inputs(form: str) -> None:
     second, c2, _ = cell(x[:, 4:], c1, **({"memory": x[:, :4]} if form == "memory" else {"past": kv}))
     assert_close(torch.cat([first, second], dim=1), whole, **TIGHT)
     assert_close(c2, c, **TIGHT)
+
+
+@pytest.mark.parametrize("make", [lambda: SRUCell(4, 4), lambda: SRUppCell(4, 4, 4)])
+def test_a_cell_ignores_what_stands_at_padding(make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    cell = shaken(make().double())
+    x, padding = torch.randn(2, 6, 4, dtype=torch.float64), torch.tensor([[0, 0, 1, 0, 0, 1], [1, 0, 0, 0, 0, 0]]) > 0
+    resets = torch.tensor([[0, 1, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0]]) > 0
+    clean = cell(x, padding_mask=padding, resets=resets)[:2]
+    poisoned = cell(x.masked_fill(padding[..., None], torch.nan), padding_mask=padding, resets=resets | padding)[:2]
+    assert_close(poisoned, clean, **TIGHT)
 
 
 def test_memory_without_its_norm_is_the_named_exception() -> None:
