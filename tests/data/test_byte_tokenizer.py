@@ -99,6 +99,19 @@ def test_loaded_again_it_is_the_same(which, tmp_path, bytes_, bpe):
     assert separator_id(load_tokenizer(tmp_path)) == separator_id(tokenizer)
 
 
+def test_it_loads_beside_a_model_that_transformers_does_not_know(bytes_, tmp_path):
+    bytes_.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    assert is_byte_tokenizer(load_tokenizer(tmp_path))
+
+
+def test_a_damaged_tokenizer_config_is_named(bytes_, tmp_path):
+    bytes_.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match="the tokenizer cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
 def test_fingerprints_differ_where_ids_would(bytes_, bpe):
     others = [bytes_, bpe, train_tokenizer([SAMPLE], "bpe", 299), train_tokenizer([SAMPLE], "word")]
     assert len({tokenizer_fingerprint(t) for t in others}) == 4

@@ -212,6 +212,12 @@ def test_standard_input_that_is_empty(tmp_path, monkeypatch):
         read_documents("-", spool=tmp_path)
 
 
+def test_standard_input_is_not_shared_by_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="standard input cannot be shared"):
+        read_documents("-")
+
+
 def test_a_pipe_by_name(tmp_path):
     reading, writing = os.pipe()
     os.write(writing, TEXT)

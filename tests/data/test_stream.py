@@ -1,6 +1,7 @@
 """Streams: rows that continue, every token once an epoch, exact resumption; evaluation that scores each token once."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -267,7 +268,9 @@ def test_evaluation_scores_every_token_once_with_its_own_document_before_it(stor
     taken = list(pieces)
     assert len(taken) == len(pieces)
     names = ("input_ids", "targets", "resets", "attention_mask", "documents")
-    inputs, targets, resets, mask, documents = (torch.cat([getattr(p, n) for p in taken], 1) for n in names)
+    assert all((p.attention_mask is None) == bool((p.documents >= 0).all()) for p in taken)
+    whole = [replace(p, attention_mask=torch.ones_like(p.targets)) if p.attention_mask is None else p for p in taken]
+    inputs, targets, resets, mask, documents = (torch.cat([getattr(p, n) for p in whole], 1) for n in names)
     assert all(piece.input_ids.shape == (pieces.batch_size, window) for piece in taken[:-1])
     found: dict[int, list[int]] = {}
     for b in range(pieces.batch_size):

@@ -186,6 +186,8 @@ def read_documents(
 
 def _read_source(source: str, spool: str | os.PathLike[str] | None) -> Iterator[Document]:
     if source == "-":
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError("standard input cannot be shared out to several processes; save the text to a file first")
         yield _spooled(sys.stdin.buffer, "-", spool)
         return
     if source == "stdlib":

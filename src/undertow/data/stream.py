@@ -26,7 +26,7 @@ class Piece:
         input_ids: (B, T) int64, what is read.
         targets: (B, T) int64, the token that follows each input in its row; -100: not scored. They are shifted already.
         resets: (B, T) bool, True where a document begins: whatever is carried is forgotten *before* that input.
-        attention_mask: (B, T) int64, 0 where a row has ended and is padded; None: no padding.
+        attention_mask: (B, T) int64, 0 where a row has ended and is padded; None: no padding in this piece.
         documents: (B, T) int64, the store's index of the document of each target, -1 on padding; None in training.
     """
 
@@ -303,7 +303,7 @@ class evaluation_pieces:
                 torch.from_numpy(ids),
                 torch.from_numpy(targets),
                 torch.from_numpy(resets),
-                torch.from_numpy((documents >= 0).astype(np.int64)),
+                None if documents.min() >= 0 else torch.from_numpy((documents >= 0).astype(np.int64)),
                 torch.from_numpy(documents),
             )
 

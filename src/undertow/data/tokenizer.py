@@ -164,7 +164,7 @@ def load_tokenizer(name: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     text = os.fspath(name)
     if text == "bytes":
         return byte_tokenizer()
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if text.startswith(HUB_PREFIX):
         return AutoTokenizer.from_pretrained(text.removeprefix(HUB_PREFIX))
@@ -182,11 +182,16 @@ def load_tokenizer(name: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
         bare = _read_tokenizer_file(file)
     if (path.is_dir() or file.name == "tokenizer.json") and (folder / "tokenizer_config.json").is_file():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError):
+            kind = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("tokenizer_class")
+            # These say all by themselves; for others transformers also looks at the model's configuration beside them.
+            general = file.is_file() and kind in ("TokenizersBackend", "PreTrainedTokenizerFast")
+            loader = PreTrainedTokenizerFast if general else AutoTokenizer
+            tokenizer = loader.from_pretrained(str(folder), local_files_only=True)
+        except OSError:
             raise
         except Exception as error:  # transformers lets KeyError, JSONDecodeError and others of a bad file through
-            raise ValueError(f"{folder}: the tokenizer cannot be loaded ({type(error).__name__}: {error})") from error
+            first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ValueError(f"{folder}: the tokenizer cannot be loaded ({first_line})") from error
         _backend(tokenizer)
         return tokenizer
     special = {token.content for token in bare.get_added_tokens_decoder().values() if token.special}
