@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -119,7 +120,8 @@ def parse(name: str, module: types.ModuleType, words: list[str]) -> Any:
         exit_on_error=False,
     )
     parser.add_argument("--config", action="config", help="A YAML file with any of these options.")
-    parser.add_class_arguments(config_class, None)
+    for part, others in _parts(config_class):
+        parser.add_class_arguments(part, None, skip=others)
     arranged = arrange(name, words, fields, positional)
     for word in arranged:
         if word.startswith("--config="):
@@ -136,6 +138,16 @@ def parse(name: str, module: types.ModuleType, words: list[str]) -> Any:
         raise UsageError(_parse_message(name, str(error), fields)) from error
     made = parser.instantiate(parsed) if hasattr(parser, "instantiate") else parser.instantiate_classes(parsed)
     return config_class(**{field.name: made[field.name] for field in dataclasses.fields(config_class) if field.init})
+
+
+def _parts(config_class: type) -> list[tuple[type, set[str]]]:
+    """The dataclasses that a configuration is put together from, each with the fields it leaves to the others.
+
+    Each becomes a section of the help.
+    """
+    parts = [base for base in reversed(config_class.__mro__) if dataclasses.is_dataclass(base)]
+    owner = {name: part for part in parts for name in inspect.get_annotations(part)}
+    return [(part, {f.name for f in dataclasses.fields(part) if owner[f.name] is not part}) for part in parts]
 
 
 def _help_formatter() -> Any:

@@ -164,7 +164,7 @@ def evaluate(
                     attention_mask=None if piece.attention_mask is None else piece.attention_mask.to(place),
                 )
                 state = reading.state if stateful else None
-                nll += float(token_nll(reading.logits, piece.targets.to(place)).double().sum())
+                nll += float(token_nll(reading.logits, piece.targets.to(place)).cpu().double().sum())
                 targets += piece.scored
                 assert piece.documents is not None
                 scored += np.bincount(piece.documents[piece.targets != -100].numpy(), minlength=len(scored))

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import shlex
 import shutil
 import signal
 import tempfile
@@ -16,13 +17,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, gather_object
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, gather_object
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
@@ -234,7 +236,7 @@ class _Run:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.model.train()
-        nll = torch.zeros((), dtype=torch.float64, device=self.device)
+        losses: list[Tensor] = []
         for index in range(self.groups):
             rows = slice(index * self.rows, (index + 1) * self.rows)
             ids, wanted, resets = (t[rows].to(self.device) for t in (piece.input_ids, piece.targets, piece.resets))
@@ -244,9 +246,11 @@ class _Run:
                 loss = self._loss(index, ids, wanted, resets, targets)
                 # Data parallelism averages gradients over ranks; the loss is already over the targets of all of them.
                 self.accelerator.backward(loss * self.world if self.world > 1 else loss)
-            nll += loss.detach().double() * targets
+            losses.append(loss.detach())
         norm = float(torch.nn.utils.clip_grad_norm_(self.trained, config.clip or math.inf))
-        total = float(self._sum(nll) if self.world > 1 else nll)
+        total = float(torch.stack(losses).cpu().double().sum()) * targets
+        if self.world > 1:
+            total = float(self._sum(total))
         if not math.isfinite(total) or not math.isfinite(norm):
             raise FloatingPointError(self._diverged(step, total / targets, norm, lr))
         self.optimizer.step()
@@ -360,7 +364,11 @@ class _Run:
                 else "nothing to save yet"
             )
         )
-        self.talk.line(f"go on with: undertow train --config {self.out / 'config.yaml'} --resume")
+        words = ["undertow", "train", "--config", str(self.out / "config.yaml"), "--resume"]
+        if "out" not in self.record:
+            words += ["--out", str(self.out)]
+        command = shlex.join(words) if "data" in self.record else "train(..., resume=True)"
+        self.talk.line(f"go on with: {command}")
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
@@ -368,9 +376,10 @@ class _Run:
         """On rank 0; the others meet it again at the next step."""
         if self.main:
 
-            def look(*_: Any) -> None:
+            def look(scored: int, targets: int) -> None:
                 if stop.number is not None:
                     raise _Interrupted
+                self.talk.busy(f"evaluating: {scored / targets:.0%}")
 
             result = evaluate(
                 self.plain,
@@ -526,6 +535,7 @@ class _Run:
     def open(self, resume: bool | str, overwrite: bool, record: dict[str, Any] | None) -> None:
         """Make the folder, and take up the checkpoint where there is one to go on from."""
         self.resumed: int | None = None
+        self.record = record if record is not None else asdict(self.config)
         if resume:
             self._resume(None if resume is True else str(resume))
         if self.main:
@@ -535,7 +545,7 @@ class _Run:
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             self.out.mkdir(parents=True, exist_ok=True)
             checkpoint.recover(self.out)
-            write_yaml(self.out / "config.yaml", record if record is not None else asdict(self.config))
+            write_yaml(self.out / "config.yaml", self.record)
             path = self.out / "metrics.jsonl"
             if resume:
                 _cut_metrics(path, self.step)
@@ -662,6 +672,8 @@ def _accelerator(config: TrainConfig, out: Path) -> Accelerator:
     return Accelerator(
         cpu=device == "cpu",
         mixed_precision="no",  # autocast is put around the forward pass here, where it is seen
+        # While rank 0 evaluates and saves, the others wait longer than the usual ten minutes, if need be.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
         log_with="tensorboard" if config.tensorboard else None,
         project_config=ProjectConfiguration(project_dir=str(out), logging_dir=str(out)),
     )

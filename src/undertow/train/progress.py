@@ -97,6 +97,11 @@ class Talk:
         """Remember the last validation result for the live line."""
         self.valid = f"  valid {bits:.3f}"
 
+    def busy(self, text: str) -> None:
+        """What keeps the run from its next step, on the live line only."""
+        if self._progress is not None:
+            self._progress.update(self._task, left=text)
+
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._progress is not None:
