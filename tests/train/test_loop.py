@@ -345,8 +345,15 @@ def test_nothing_to_resume(go: Go, tmp_path: Path) -> None:
         go("run", resume=True, overwrite=True)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "state-0000.safetensors", "manifest.json"])
-@pytest.mark.parametrize("harm", ["cut", "flip", "gone"])
+@pytest.mark.parametrize(
+    ("file", "harm"),
+    [
+        (file, harm)
+        for file in ("model.safetensors", "trainer.pt", "state-0000.safetensors", "manifest.json")
+        for harm in ("cut", "flip", "gone")
+        if (file, harm) != ("manifest.json", "flip")  # a flipped bit there may be harmless
+    ],
+)
 def test_bad_checkpoint_is_named_and_the_one_before_offered(go: Go, tmp_path: Path, file: str, harm: str) -> None:
     go("run", steps=6)
     bad = tmp_path / "run" / "checkpoints" / "step-00000006"
@@ -358,8 +365,6 @@ def test_bad_checkpoint_is_named_and_the_one_before_offered(go: Go, tmp_path: Pa
         (bad / file).write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
     else:
         (bad / file).unlink()
-    if file == "manifest.json" and harm == "flip":
-        pytest.skip("a flipped bit of the manifest may be harmless")
     before = {path: path.read_bytes() for path in bad.iterdir()}
     with pytest.raises(CheckpointError) as caught:
         go("run", steps=6, resume=True)
