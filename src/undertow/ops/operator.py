@@ -77,7 +77,7 @@ def recurrence(
         TypeError: dtypes do not fit together.
     """
     device = u.device.type
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         if u.dtype in (torch.float32, torch.bfloat16, torch.float16):
             u = u.to(dtype)
@@ -185,8 +185,10 @@ def _forward(
         h, c, saved = cpu.forward(extension, u, x, weight, bias, c0, *options, save=save)
         return h, c, c if saved is None else saved
     h, cs = reference.states(u, x, weight, bias, c0, *options)
-    # Without a step c is c0 itself, which an operator must not return.
-    c = cs[-1].clone() if len(cs) == 1 else cs[-1]
+    c = cs[-1]
+    if len(cs) == 1:
+        # Without a step these are views of u and c0, which an operator must not return.
+        h, c = h.clone(), c.clone()
     return h, c, torch.stack([*cs[:: cpu.CHUNK], cs[-1]], dim=1) if save else c
 
 
@@ -199,7 +201,6 @@ def _backward(
         grad_u, grad_x, *others = cpu.backward(extension, grad_h, grad_c, u, x, weight, bias, c0, saved, *options)
     else:
         grad_u, grad_x, *others = reference.gradients(grad_h, grad_c, u, x, weight, bias, c0, *options)
-        grad_u, grad_x = grad_u.contiguous(), None if grad_x is None else grad_x.contiguous()
     grad_weight, grad_bias, grad_c0 = others
     # Without a step the state's gradient is grad_c itself, which an operator must not return.
     grad_c0 = grad_c0.clone() if grad_c0 is grad_c else grad_c0
@@ -269,7 +270,7 @@ def _gradient_of_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]
         # Views of their own: the search for gradients must end here, not run on into the graph that made these tensors
         # (u is often made from x, and would be counted twice).
         inputs = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
-        outputs = reference.gradients(*inputs, tanh, scale, dropout_mask, padding_mask, resets, reverse)
+        outputs = reference.gradients(*(*inputs, tanh, scale, dropout_mask, padding_mask, resets, reverse))
     wanted = [i for i, tensor in enumerate(inputs) if tensor is not None and tensor.requires_grad]
     pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out is not None and out.requires_grad]
     found = torch.autograd.grad(

@@ -109,7 +109,7 @@ def gradients(
         dx' = dh (1 - m r)      dc_before = dc f + du1 v_f + du2 v_r
     """
     _, cs = states(u, x, weight, bias, c0, tanh, scale, dropout_mask, padding_mask, resets, reverse)
-    B, T, k, d = u.shape
+    _, T, k, _ = u.shape
     out_dtype, dtype = u.dtype, work_dtype(u.dtype)
     u, highway = _inputs(u, x, scale, padding_mask)
     weight, bias, dc, grad_h = weight.to(dtype), bias.to(dtype), grad_c.to(dtype), grad_h.to(dtype)
@@ -146,10 +146,11 @@ def gradients(
         dweight.append(torch.stack([(du[t][1] * c).sum(0), (du[t][2] * c).sum(0)]))
         dbias.append(torch.stack([du[t][1].sum(0), du[t][2].sum(0)]))
 
-    parts = torch.stack([torch.stack(v, dim=1) for v in du], dim=1) if T else u.new_zeros(B, 0, 4, d)
-    grad_u = parts[:, :, : max(k, 3)].to(out_dtype)
-    grad_x = None if x is None else parts[:, :, 3].to(out_dtype)
-    return grad_u, grad_x, torch.stack(dweight).sum(0), torch.stack(dbias).sum(0), dc
+    grad_u = torch.stack([torch.stack(v[: max(k, 3)], dim=1) for v in du], dim=1) if T else torch.zeros_like(u)
+    grad_x = None
+    if x is not None:
+        grad_x = (torch.stack([v[3] for v in du], dim=1) if T else torch.zeros_like(x)).to(out_dtype)
+    return grad_u.to(out_dtype), grad_x, torch.stack(dweight).sum(0), torch.stack(dbias).sum(0), dc
 
 
 def _inputs(u: Tensor, x: Tensor | None, scale: float, padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
