@@ -35,8 +35,7 @@ def test_window_is_its_definition(data):
     past_valid = torch.arange(past) >= past - torch.tensor(remembered)[:, None]
     padding = torch.tensor([[data.draw(bools) for _ in range(length)] for _ in range(B)])
     resets = torch.tensor([[data.draw(st.integers(0, 4)) == 0 for _ in range(length)] for _ in range(B)])
-    resets &= ~padding
-    want = visible(window, length, past, past_valid, padding, resets)
+    want = visible(window, length, past, past_valid, padding, resets & ~padding)
     torch.manual_seed(0)
     q = torch.randn(B, 2, length, 4, dtype=torch.float64)
     k, v = torch.randn(2, B, 2, past + length, 4, dtype=torch.float64)

@@ -1,6 +1,6 @@
 """Softmax attention of SRU++: whole, masked, or in a sliding window that is never built as one T x S mask.
 
-Everything goes through `torch.nn.functional.scaled_dot_product_attention`; this file only decides which keys a query sees.
+Everything goes through `torch.nn.functional.scaled_dot_product_attention`; this file decides who sees whom.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ of any length costs O(T * (W + block)) instead of O(T * T)."""
 
 @dataclass(frozen=True)
 class _Block:
-    """`queries` attend to `keys` where `allowed` (bool, broadcastable to (B, 1, t, s)) is true; None: to all of them."""
+    """`queries` attend to `keys` where `allowed` (bool, broadcastable to (B, 1, t, s)) is true; None: to all."""
 
     queries: slice
     keys: slice
@@ -63,6 +63,8 @@ class WindowMask:
         """
         if window < 0:
             raise ValueError(f"attention window must be 0 or more previous positions, got {window}")
+        if resets is not None and padding_mask is not None:
+            resets = resets & ~padding_mask  # padding starts no document, as in the recurrence
         given = [mask for mask in (past_valid, padding_mask, resets) if mask is not None]
         device = given[0].device if device is None and given else device
         if given:
@@ -78,7 +80,8 @@ def _query_slices(length: int) -> list[slice]:
 
 def _band_blocks(window: int, length: int, past: int, device: torch.device | str | None) -> list[_Block]:
     """All rows alike: query t sees keys past + t - window .. past + t, a band that repeats from block to block."""
-    blocks, bands = [], dict[tuple[int, int, int], Tensor]()
+    blocks: list[_Block] = []
+    bands: dict[tuple[int, int, int], Tensor] = {}
     for queries in _query_slices(length):
         keys = slice(max(0, past + queries.start - window), past + queries.stop)
         t, s = queries.stop - queries.start, keys.stop - keys.start
@@ -118,7 +121,9 @@ def _row_blocks(
         q = slice(past + queries.start, past + queries.stop)
         # The furthest key that any row's first query still sees; everything before it is out of every window.
         oldest = position[:, q.start : q.start + 1] - window
-        first = int(torch.searchsorted(position.contiguous(), oldest.contiguous()).min())
+        # (A compiled graph cannot depend on such a number; the mask alone is exact, only more work.)
+        compiling = torch.compiler.is_compiling()
+        first = 0 if compiling else int(torch.searchsorted(position.contiguous(), oldest.contiguous()).min())
         keys = slice(min(first, q.start), q.stop)
         behind = position[:, q, None] - position[:, None, keys]  # (B, t, s)
         index = torch.arange(q.stop, device=device)

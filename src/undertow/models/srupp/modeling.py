@@ -111,7 +111,7 @@ class SRUppModel(SRUppPreTrainedModel):
         B, T, _ = x.shape
         cache = self._state(kwargs.get("past_key_values") if cache is None else cache, use_cache, B)
         padding_mask = _padding_mask(attention_mask, B, T)
-        resets = _resets(resets, B, T)
+        resets = _resets(resets, B, T, padding_mask)
         mask = None
         if any(layer.attention for layer in self.layers):
             mask = WindowMask.build(
@@ -198,11 +198,14 @@ def _padding_mask(attention_mask: Tensor | None, B: int, T: int) -> Tensor | Non
     return padding if bool(padding.any()) else None
 
 
-def _resets(resets: Tensor | None, B: int, T: int) -> Tensor | None:
+def _resets(resets: Tensor | None, B: int, T: int, padding_mask: Tensor | None) -> Tensor | None:
+    """(B, T) bool, true where a document starts, which padding cannot; None: nowhere."""
     if resets is None:
         return None
     if resets.shape != (B, T) or resets.dtype != torch.bool:
         raise ValueError(f"resets must be bool of shape ({B}, {T}), got {resets.dtype} of {tuple(resets.shape)}")
+    if padding_mask is not None:
+        resets = resets & ~padding_mask
     return resets if bool(resets.any()) else None
 
 
