@@ -81,12 +81,12 @@ def _sru(case: Case) -> Peer:
 
     layers: Any = sru.SRUpp(case.d, case.d, case.p, num_layers=case.layers)
     mask = torch.full((case.T, case.T), -torch.inf).triu(1)
-    return Peer("sru 3.0.0.dev6 SRUpp", layers, lambda x: layers(x, attn_mask=mask)[0])
+    return Peer("sru dev6 SRUpp", layers, lambda x: layers(x, attn_mask=mask)[0])
 
 
 def _lstm(case: Case) -> Peer:
     layers = nn.LSTM(case.d, case.d, case.layers)
-    return Peer("torch.nn.LSTM", layers, lambda x: layers(x)[0])
+    return Peer("torch LSTM", layers, lambda x: layers(x)[0])
 
 
 PEERS: dict[str, Callable[[Case], Peer]] = {"sru": _sru, "lstm": _lstm}

@@ -61,14 +61,12 @@ def run(config: Config) -> None:
         say,
     )
     table(machine.items())
-    print()
-    table(
-        [
-            (r.case, r.metric, r.dtype, r.peer, r.ours, r.theirs, _times(r.ratio), _percent(r.limit_fraction))
-            for r in rows
-        ],
-        headers=("case", "metric", "dtype", "peer", "ours", "theirs", "ratio", "of the limit"),
-    )
+    for case in dict.fromkeys(row.case for row in rows):
+        print()
+        table(
+            [_line(row) for row in rows if row.case == case],
+            headers=(case, "peer", "ours", "theirs", "ratio", "of limit"),
+        )
     if config.json is not None:
         write_json(Path(config.json), machine, rows)
 
@@ -80,9 +78,19 @@ def write_json(path: Path, machine: dict[str, object], rows: list[Row]) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _times(ratio: float | None) -> str | None:
-    return None if ratio is None else f"{ratio:.2f}x"
+_UNITS = {"tokens_per_second": (1.0, "tokens/s"), "bytes_per_second": (1e9, "GB/s")}
 
 
-def _percent(fraction: float | None) -> str | None:
-    return None if fraction is None else f"{100 * fraction:.0f}%"
+def _line(row: Row) -> tuple[object, ...]:
+    """A row as a person reads it."""
+    ending = next(ending for ending in _UNITS if row.metric.endswith(ending))
+    scale, unit = _UNITS[ending]
+    what = row.metric.removesuffix("_" + ending).replace("_", " + ")
+    return (
+        f"{what}, {row.dtype}, {unit}",
+        row.peer,
+        row.ours / scale,
+        None if row.theirs is None else row.theirs / scale,
+        None if row.ratio is None else f"{row.ratio:.2f}x",
+        None if row.limit_fraction is None else f"{100 * row.limit_fraction:.0f}%",
+    )
