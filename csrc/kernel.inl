@@ -16,8 +16,8 @@ constexpr float kMinusLog2e = -1.44269504088896340736f;
 // Rows this far ahead are asked for early: the hardware does not follow streams that jump from page to page.
 constexpr int64_t kAhead = 2;
 
-// sigmoid(a) from t = -a / ln 2, as 1 / (1 + 2^t). Bounded so that 2^t stays finite; NaN passes through.
-ALWAYS_INLINE Vec sigmoid_from(Vec t) { return reciprocal(exp2(at_most(t, 100.0f)) + Vec::set(1.0f)); }
+// sigmoid(a) from t = -a / ln 2, as 1 / (1 + 2^t). 2^t may well be infinite; NaN passes through.
+ALWAYS_INLINE Vec sigmoid_from(Vec t) { return reciprocal(exp2(t) + Vec::set(1.0f)); }
 
 // Near zero 2 / (1 + e^-2a) - 1 would cancel, so there an odd polynomial is taken (minimax, 5e-9 for a^2 < 0.4).
 ALWAYS_INLINE Vec tanh_of(Vec a) {
@@ -32,18 +32,29 @@ ALWAYS_INLINE Vec tanh_of(Vec a) {
   return select_less(s, Vec::set(0.4f), near, far);
 }
 
-// With Tail only the first n elements are touched: what lies behind is another unit's, or nobody's.
+// A register of float32 is one vector; a register of bfloat16 holds two, the even elements and the odd ones, which is
+// the cheapest way to widen and narrow them. So units are dealt out to vectors in the same way: element i of a block
+// of `Pack<E>::size` belongs to vector i % n, lane i / n.
+template <class E>
+struct Pack {
+  static constexpr int n = sizeof(float) / sizeof(E), size = n * Vec::lanes;
+  Vec v[n];
+};
+
+// With Tail only the first `count` elements are touched: what lies behind is another unit's, or nobody's.
 template <bool Tail, class E>
-ALWAYS_INLINE Vec get(const E* p, int n) {
-  if constexpr (Tail) return load_n(p, n);
-  else return load(p);
+ALWAYS_INLINE Pack<E> get(const E* p, int count) {
+  Pack<E> a;
+  if constexpr (Tail) load_n(p, a.v, count);
+  else load(p, a.v);
+  return a;
 }
 
 template <bool Tail, bool Stream, class E>
-ALWAYS_INLINE void put(E* p, Vec v, int n) {
-  if constexpr (Tail) store_n(p, v, n);
-  else if constexpr (Stream) stream(p, v);
-  else store(p, v);
+ALWAYS_INLINE void put(E* p, const Pack<E>& a, int count) {
+  if constexpr (Tail) store_n(p, a.v, count);
+  else if constexpr (Stream) stream(p, a.v);
+  else store(p, a.v);
 }
 
 template <class E>
@@ -71,43 +82,48 @@ struct alignas(4 * Vec::lanes) Step {
 };
 static_assert(sizeof(Step) * kChunk == undertow::kScratch * sizeof(float) * Vec::lanes, "scratch per unit");
 
+template <class E, class U>
+ALWAYS_INLINE float& slot(U* units, float (U::*member)[Vec::lanes], int64_t i) {
+  const int64_t in_block = i % Pack<E>::size;
+  return (units[i / Pack<E>::size * Pack<E>::n + in_block % Pack<E>::n].*member)[in_block / Pack<E>::n];
+}
+
+// NaN in its plainest form: rounding another one to bfloat16 could carry it over into zero.
+inline float plain(float a) { return a == a ? a : __builtin_nanf(""); }
+
+template <class E>
 void fill(Unit* units, const Problem& p, int64_t b, int64_t j0, int64_t width) {
-  for (int64_t i = 0; i < width || i % Vec::lanes; ++i) {
-    Unit& unit = units[i / Vec::lanes];
-    const int64_t lane = i % Vec::lanes, j = j0 + i;
+  for (int64_t i = 0; i < width || i % Pack<E>::size; ++i) {
+    const int64_t j = j0 + i;
     const bool there = i < width;
-    unit.c[lane] = there && p.c0 ? p.c0[b * p.d + j] : 0.0f;
-    unit.wf[lane] = there ? p.weight[j] * kMinusLog2e : 0.0f;
-    unit.wr[lane] = there ? p.weight[p.d + j] * kMinusLog2e : 0.0f;
-    unit.bf[lane] = there ? p.bias[j] * kMinusLog2e : 0.0f;
-    unit.br[lane] = there ? p.bias[p.d + j] * kMinusLog2e : 0.0f;
-    unit.m[lane] = there && p.mask ? p.mask[b * p.d + j] : 1.0f;
+    slot<E>(units, &Unit::c, i) = there && p.c0 ? plain(p.c0[b * p.d + j]) : 0.0f;
+    slot<E>(units, &Unit::wf, i) = there ? plain(p.weight[j] * kMinusLog2e) : 0.0f;
+    slot<E>(units, &Unit::wr, i) = there ? plain(p.weight[p.d + j] * kMinusLog2e) : 0.0f;
+    slot<E>(units, &Unit::bf, i) = there ? plain(p.bias[j] * kMinusLog2e) : 0.0f;
+    slot<E>(units, &Unit::br, i) = there ? plain(p.bias[p.d + j] * kMinusLog2e) : 0.0f;
+    slot<E>(units, &Unit::m, i) = there && p.mask ? plain(p.mask[b * p.d + j]) : 1.0f;
   }
 }
 
+template <class E>
 void fill(GradUnit* units, const Problem& p, int64_t b, int64_t j0, int64_t width) {
-  for (int64_t i = 0; i < width || i % Vec::lanes; ++i) {
-    GradUnit& unit = units[i / Vec::lanes];
-    const int64_t lane = i % Vec::lanes, j = j0 + i;
+  for (int64_t i = 0; i < width || i % Pack<E>::size; ++i) {
+    const int64_t j = j0 + i;
     const bool there = i < width;
-    unit.dc[lane] = there && p.grad_c ? p.grad_c[b * p.d + j] : 0.0f;
-    unit.wf[lane] = there ? p.weight[j] : 0.0f;
-    unit.wr[lane] = there ? p.weight[p.d + j] : 0.0f;
-    unit.m[lane] = there && p.mask ? p.mask[b * p.d + j] : 1.0f;
-    for (int q = 0; q < 4; ++q) unit.chunk[q][lane] = unit.total[q][lane] = 0.0f;
+    slot<E>(units, &GradUnit::dc, i) = there && p.grad_c ? plain(p.grad_c[b * p.d + j]) : 0.0f;
+    slot<E>(units, &GradUnit::wf, i) = there ? plain(p.weight[j]) : 0.0f;
+    slot<E>(units, &GradUnit::wr, i) = there ? plain(p.weight[p.d + j]) : 0.0f;
+    slot<E>(units, &GradUnit::m, i) = there && p.mask ? plain(p.mask[b * p.d + j]) : 1.0f;
   }
+  for (int64_t v = 0; v < (width + Pack<E>::size - 1) / Pack<E>::size * Pack<E>::n; ++v)
+    for (int q = 0; q < 4; ++q) {
+      store(units[v].chunk[q], Vec::set(0.0f));
+      store(units[v].total[q], Vec::set(0.0f));
+    }
 }
 
-struct Gates {
-  Vec f, r;
-};
-
-template <bool Tail, class E>
-ALWAYS_INLINE Gates gates(const E* u, int64_t u_k, Vec c, const Unit& k, int n) {
-  const Vec minus_log2e = Vec::set(kMinusLog2e);
-  const Vec u1 = get<Tail>(u + u_k, n), u2 = get<Tail>(u + 2 * u_k, n);
-  return {sigmoid_from(fma(u1, minus_log2e, fma(load(k.wf), c, load(k.bf)))),
-          sigmoid_from(fma(u2, minus_log2e, fma(load(k.wr), c, load(k.br))))};
+ALWAYS_INLINE Vec gate(Vec u, Vec c, const float* weight, const float* bias) {
+  return sigmoid_from(fma(u, Vec::set(kMinusLog2e), fma(load(weight), c, load(bias))));
 }
 
 // Where everything of step s of row b lies.
@@ -129,12 +145,13 @@ struct At {
 };
 
 template <class U>
-void clear_state(U* units, int64_t width, float (U::*state)[Vec::lanes]) {
-  for (int64_t v = 0; v * Vec::lanes < width; ++v) store(units[v].*state, Vec::set(0.0f));
+void clear(U* units, int64_t vectors, float (U::*member)[Vec::lanes]) {
+  for (int64_t v = 0; v < vectors; ++v) store(units[v].*member, Vec::set(0.0f));
 }
 
-void copy_state(const Unit* units, float* to, int64_t width) {
-  for (int64_t j = 0; j < width; ++j) to[j] = units[j / Vec::lanes].c[j % Vec::lanes];
+template <class E>
+void copy_state(Unit* units, float* to, int64_t width) {
+  for (int64_t j = 0; j < width; ++j) to[j] = slot<E>(units, &Unit::c, j);
 }
 
 template <class E>
@@ -145,56 +162,65 @@ void zero(E* p, int64_t n) {
 template <class E, bool Tanh, Highway H, bool Masked, bool Stream>
 struct Forward {
   template <bool Tail>
-  static ALWAYS_INLINE void unit(const E* u, const E* x, E* h, int64_t u_k, int64_t u_ahead, int64_t x_ahead,
-                                 Unit& k, Vec scale, int n) {
-    const Vec u0 = get<Tail>(u, n), c0 = load(k.c);
-    const Gates gate = gates<Tail>(u, u_k, c0, k, n);
-    const Vec c1 = fma(gate.f, c0 - u0, u0);
-    store(k.c, c1);
-    const Vec g = Tanh ? tanh_of(c1) : c1;
-    const Vec rm = gate.r * load(k.m);
+  static ALWAYS_INLINE void block(const E* u, const E* x, E* h, int64_t u_k, int64_t u_ahead, int64_t x_ahead,
+                                  Unit* units, Vec scale, int count) {
+    const Pack<E> u0 = get<Tail>(u, count), u1 = get<Tail>(u + u_k, count), u2 = get<Tail>(u + 2 * u_k, count);
+    Pack<E> xs{}, out;
+    if constexpr (H != Highway::none) xs = get<Tail>(H == Highway::x ? x : u + 3 * u_k, count);
     prefetch(u + u_ahead);
     prefetch(u + u_ahead + u_k);
     prefetch(u + u_ahead + 2 * u_k);
-    if constexpr (H == Highway::none) {
-      put<Tail, Stream>(h, rm * g, n);
-    } else {
-      const Vec xs = scale * get<Tail>(H == Highway::x ? x : u + 3 * u_k, n);
-      prefetch(H == Highway::x ? x + x_ahead : u + u_ahead + 3 * u_k);
-      put<Tail, Stream>(h, fma(rm, g - xs, xs), n);
+    if constexpr (H == Highway::x) prefetch(x + x_ahead);
+    if constexpr (H == Highway::u3) prefetch(u + u_ahead + 3 * u_k);
+    for (int q = 0; q < Pack<E>::n; ++q) {
+      Unit& k = units[q];
+      const Vec c0 = load(k.c);
+      const Vec f = gate(u1.v[q], c0, k.wf, k.bf), r = gate(u2.v[q], c0, k.wr, k.br);
+      const Vec c1 = fma(f, c0 - u0.v[q], u0.v[q]);
+      store(k.c, c1);
+      const Vec g = Tanh ? tanh_of(c1) : c1;
+      const Vec rm = r * load(k.m);
+      if constexpr (H == Highway::none) {
+        out.v[q] = rm * g;
+      } else {
+        const Vec carried = scale * xs.v[q];
+        out.v[q] = fma(rm, g - carried, carried);
+      }
     }
+    put<Tail, Stream>(h, out, count);
   }
 
   static void run(const Problem& p, int64_t b, int64_t j0, int64_t j1) {
-    const int64_t width = j1 - j0;
+    constexpr int64_t size = Pack<E>::size, n = Pack<E>::n;
+    const int64_t width = j1 - j0, whole = width / size, vectors = (width + size - 1) / size * n;
+    const int tail = static_cast<int>(width % size);
     const int64_t u_k = p.u_k, ahead = p.reverse ? -kAhead : kAhead, u_ahead = ahead * p.u_t, x_ahead = ahead * p.x_t;
     const int64_t rows = undertow::saved_rows(p.T);
     const Vec scale = Vec::set(p.scale);
     Unit units[kMaxWidthForward / Vec::lanes];
-    fill(units, p, b, j0, width);
+    fill<E>(units, p, b, j0, width);
 
     for (int64_t s = 0; s < p.T; ++s) {
       const At<E> at(p, b, s, j0, Masked);
       E* h = static_cast<E*>(p.h) + (b * p.T + at.t) * p.d + j0;
-      if (p.saved && s % kChunk == 0) copy_state(units, p.saved + (b * rows + s / kChunk) * p.d + j0, width);
+      if (p.saved && s % kChunk == 0) copy_state<E>(units, p.saved + (b * rows + s / kChunk) * p.d + j0, width);
       if (Masked && at.padded) {
         zero(h, width);
         continue;
       }
-      if (Masked && at.reset && !p.reverse) clear_state(units, width, &Unit::c);
-      int64_t j = 0;
-      for (; j + Vec::lanes <= width; j += Vec::lanes)
-        unit<false>(at.u + j, at.x + j, h + j, u_k, u_ahead, x_ahead, units[j / Vec::lanes], scale, 0);
-      if (j < width)
-        unit<true>(at.u + j, at.x + j, h + j, u_k, u_ahead, x_ahead, units[j / Vec::lanes], scale,
-                   static_cast<int>(width - j));
+      if (Masked && at.reset && !p.reverse) clear(units, vectors, &Unit::c);
+      for (int64_t v = 0; v < whole; ++v)
+        block<false>(at.u + v * size, at.x + v * size, h + v * size, u_k, u_ahead, x_ahead, units + v * n, scale, 0);
+      if (tail)
+        block<true>(at.u + whole * size, at.x + whole * size, h + whole * size, u_k, u_ahead, x_ahead,
+                    units + whole * n, scale, tail);
       // A document starts at t: read backwards, it ends here, and the one before it must not see its state.
-      if (Masked && at.reset && p.reverse) clear_state(units, width, &Unit::c);
+      if (Masked && at.reset && p.reverse) clear(units, vectors, &Unit::c);
     }
-    copy_state(units, p.c + b * p.d + j0, width);
+    copy_state<E>(units, p.c + b * p.d + j0, width);
     if (p.saved) {
-      if (p.T % kChunk == 0) copy_state(units, p.saved + (b * rows + p.T / kChunk) * p.d + j0, width);
-      copy_state(units, p.saved + (b * rows + rows - 1) * p.d + j0, width);
+      if (p.T % kChunk == 0) copy_state<E>(units, p.saved + (b * rows + p.T / kChunk) * p.d + j0, width);
+      copy_state<E>(units, p.saved + (b * rows + rows - 1) * p.d + j0, width);
     }
     if (Stream) stream_fence();
   }
@@ -203,16 +229,20 @@ struct Forward {
 template <class E, bool Tanh, Highway H, bool Masked, bool Stream>
 struct Backward {
   template <bool Tail>
-  static ALWAYS_INLINE void forth(const E* u, int64_t u_k, int64_t u_ahead, Unit& k, Step& step, int n) {
-    const Vec u0 = get<Tail>(u, n), c0 = load(k.c);
-    const Gates gate = gates<Tail>(u, u_k, c0, k, n);
+  static ALWAYS_INLINE void forth(const E* u, int64_t u_k, int64_t u_ahead, Unit* units, Step* steps, int count) {
+    const Pack<E> u0 = get<Tail>(u, count), u1 = get<Tail>(u + u_k, count), u2 = get<Tail>(u + 2 * u_k, count);
     prefetch(u + u_ahead);
     prefetch(u + u_ahead + u_k);
     prefetch(u + u_ahead + 2 * u_k);
-    store(step.c, c0);
-    store(step.f, gate.f);
-    store(step.r, gate.r);
-    store(k.c, fma(gate.f, c0 - u0, u0));
+    for (int q = 0; q < Pack<E>::n; ++q) {
+      Unit& k = units[q];
+      const Vec c0 = load(k.c);
+      const Vec f = gate(u1.v[q], c0, k.wf, k.bf), r = gate(u2.v[q], c0, k.wr, k.br);
+      store(steps[q].c, c0);
+      store(steps[q].f, f);
+      store(steps[q].r, r);
+      store(k.c, fma(f, c0 - u0.v[q], u0.v[q]));
+    }
   }
 
   // With dh = dL/dh and dc = dL/dc' from later steps:
@@ -221,38 +251,44 @@ struct Backward {
   //   dx' = dh (1 - m r)       dc_before = dc f + da_f v_f + da_r v_r
   template <bool Tail>
   static ALWAYS_INLINE void back(const E* u, const E* x, const E* gh, E* gu, E* gx, int64_t u_k, int64_t x_ahead,
-                                 int64_t gh_ahead, int64_t gu_k, const Step& step, GradUnit& k, Vec scale, int n) {
+                                 int64_t gh_ahead, int64_t gu_k, const Step* steps, GradUnit* grads, Vec scale,
+                                 int count) {
     const Vec one = Vec::set(1.0f);
-    const Vec u0 = get<Tail>(u, n), dh = get<Tail>(gh, n);
-    const Vec c0 = load(step.c), f = load(step.f), r = load(step.r);
-    const Vec e = c0 - u0;
-    const Vec c1 = fma(f, e, u0);
-    const Vec g = Tanh ? tanh_of(c1) : c1;
-    const Vec dhr = dh * (r * load(k.m));
+    const Pack<E> u0 = get<Tail>(u, count), dh = get<Tail>(gh, count);
+    Pack<E> xs{}, du0, du1, du2, dx;
+    if constexpr (H != Highway::none) xs = get<Tail>(H == Highway::x ? x : u + 3 * u_k, count);
     prefetch(gh + gh_ahead);
-    Vec diff = g;
-    if constexpr (H != Highway::none) {
-      diff = g - scale * get<Tail>(H == Highway::x ? x : u + 3 * u_k, n);
-      if (H == Highway::x) prefetch(x + x_ahead);
-      put<Tail, Stream>(H == Highway::x ? gx : gu + 3 * gu_k, scale * (dh - dhr), n);
+    if constexpr (H == Highway::x) prefetch(x + x_ahead);
+    for (int q = 0; q < Pack<E>::n; ++q) {
+      GradUnit& k = grads[q];
+      const Vec c0 = load(steps[q].c), f = load(steps[q].f), r = load(steps[q].r);
+      const Vec e = c0 - u0.v[q];
+      const Vec c1 = fma(f, e, u0.v[q]);
+      const Vec g = Tanh ? tanh_of(c1) : c1;
+      const Vec dhr = dh.v[q] * (r * load(k.m));
+      const Vec diff = H == Highway::none ? g : g - scale * xs.v[q];
+      if constexpr (H != Highway::none) dx.v[q] = scale * (dh.v[q] - dhr);
+      const Vec dc = load(k.dc) + (Tanh ? dhr * (one - g * g) : dhr);
+      const Vec d0 = dc * (one - f);
+      const Vec d1 = d0 * (e * f);
+      const Vec d2 = (dhr * diff) * (one - r);
+      du0.v[q] = d0, du1.v[q] = d1, du2.v[q] = d2;
+      store(k.dc, fma(dc, f, fma(d1, load(k.wf), d2 * load(k.wr))));
+      store(k.chunk[0], fma(d1, c0, load(k.chunk[0])));
+      store(k.chunk[1], fma(d2, c0, load(k.chunk[1])));
+      store(k.chunk[2], d1 + load(k.chunk[2]));
+      store(k.chunk[3], d2 + load(k.chunk[3]));
     }
-    const Vec dc = load(k.dc) + (Tanh ? dhr * (one - g * g) : dhr);
-    const Vec du0 = dc * (one - f);
-    const Vec da_f = du0 * (e * f);
-    const Vec da_r = (dhr * diff) * (one - r);
-    put<Tail, Stream>(gu, du0, n);
-    put<Tail, Stream>(gu + gu_k, da_f, n);
-    put<Tail, Stream>(gu + 2 * gu_k, da_r, n);
-    store(k.dc, fma(dc, f, fma(da_f, load(k.wf), da_r * load(k.wr))));
-    store(k.chunk[0], fma(da_f, c0, load(k.chunk[0])));
-    store(k.chunk[1], fma(da_r, c0, load(k.chunk[1])));
-    store(k.chunk[2], da_f + load(k.chunk[2]));
-    store(k.chunk[3], da_r + load(k.chunk[3]));
+    put<Tail, Stream>(gu, du0, count);
+    put<Tail, Stream>(gu + gu_k, du1, count);
+    put<Tail, Stream>(gu + 2 * gu_k, du2, count);
+    if constexpr (H != Highway::none) put<Tail, Stream>(H == Highway::x ? gx : gu + 3 * gu_k, dx, count);
   }
 
   static void run(const Problem& p, int64_t b, int64_t j0, int64_t j1, float* scratch) {
-    const int64_t width = j1 - j0, vectors = (width + Vec::lanes - 1) / Vec::lanes, whole = width / Vec::lanes;
-    const int tail = static_cast<int>(width % Vec::lanes);
+    constexpr int64_t size = Pack<E>::size, n = Pack<E>::n;
+    const int64_t width = j1 - j0, whole = width / size, vectors = (width + size - 1) / size * n;
+    const int tail = static_cast<int>(width % size);
     const int64_t chunks = (p.T + kChunk - 1) / kChunk, rows = undertow::saved_rows(p.T);
     const int64_t u_k = p.u_k, parts = H == Highway::u3 ? 4 : 3, ahead = p.reverse ? -kAhead : kAhead;
     const int64_t u_ahead = ahead * p.u_t, x_ahead = -ahead * p.x_t, gh_ahead = -ahead * p.gh_t;
@@ -260,23 +296,23 @@ struct Backward {
     Step* const steps = reinterpret_cast<Step*>(scratch);
     Unit units[kMaxWidthBackward / Vec::lanes];
     GradUnit grads[kMaxWidthBackward / Vec::lanes];
-    fill(units, p, b, j0, width);
-    fill(grads, p, b, j0, width);
+    fill<E>(units, p, b, j0, width);
+    fill<E>(grads, p, b, j0, width);
 
     for (int64_t i = chunks; i-- > 0;) {
       const int64_t begin = i * kChunk, end = begin + kChunk < p.T ? begin + kChunk : p.T;
       const float* start = p.saved + (b * rows + i) * p.d + j0;
-      for (int64_t j = 0; j < width; ++j) units[j / Vec::lanes].c[j % Vec::lanes] = start[j];
+      for (int64_t j = 0; j < width; ++j) slot<E>(units, &Unit::c, j) = start[j];
 
       for (int64_t s = begin; s < end; ++s) {
         const At<E> at(p, b, s, j0, Masked);
         if (Masked && at.padded) continue;
-        if (Masked && at.reset && !p.reverse) clear_state(units, width, &Unit::c);
+        if (Masked && at.reset && !p.reverse) clear(units, vectors, &Unit::c);
         Step* const step = steps + (s - begin) * vectors;
         for (int64_t v = 0; v < whole; ++v)
-          forth<false>(at.u + v * Vec::lanes, u_k, u_ahead, units[v], step[v], 0);
-        if (tail) forth<true>(at.u + whole * Vec::lanes, u_k, u_ahead, units[whole], step[whole], tail);
-        if (Masked && at.reset && p.reverse) clear_state(units, width, &Unit::c);
+          forth<false>(at.u + v * size, u_k, u_ahead, units + v * n, step + v * n, 0);
+        if (tail) forth<true>(at.u + whole * size, u_k, u_ahead, units + whole * n, step + whole * n, tail);
+        if (Masked && at.reset && p.reverse) clear(units, vectors, &Unit::c);
       }
 
       for (int64_t s = end; s-- > begin;) {
@@ -288,19 +324,17 @@ struct Backward {
           if (H == Highway::x) zero(gx, width);
           continue;
         }
-        if (Masked && at.reset && p.reverse) clear_state(grads, width, &GradUnit::dc);
+        if (Masked && at.reset && p.reverse) clear(grads, vectors, &GradUnit::dc);
         const Step* const step = steps + (s - begin) * vectors;
-        for (int64_t v = 0; v < whole; ++v) {
-          const int64_t j = v * Vec::lanes;
-          back<false>(at.u + j, at.x + j, at.gh + j, gu + j, gx + j, u_k, x_ahead, gh_ahead, p.d, step[v], grads[v],
-                      scale, 0);
-        }
+        for (int64_t v = 0, j = 0; v < whole; ++v, j += size)
+          back<false>(at.u + j, at.x + j, at.gh + j, gu + j, gx + j, u_k, x_ahead, gh_ahead, p.d, step + v * n,
+                      grads + v * n, scale, 0);
         if (tail) {
-          const int64_t j = whole * Vec::lanes;
-          back<true>(at.u + j, at.x + j, at.gh + j, gu + j, gx + j, u_k, x_ahead, gh_ahead, p.d, step[whole],
-                     grads[whole], scale, tail);
+          const int64_t j = whole * size;
+          back<true>(at.u + j, at.x + j, at.gh + j, gu + j, gx + j, u_k, x_ahead, gh_ahead, p.d, step + whole * n,
+                     grads + whole * n, scale, tail);
         }
-        if (Masked && at.reset && !p.reverse) clear_state(grads, width, &GradUnit::dc);
+        if (Masked && at.reset && !p.reverse) clear(grads, vectors, &GradUnit::dc);
       }
 
       for (int64_t v = 0; v < vectors; ++v)
@@ -311,9 +345,10 @@ struct Backward {
     }
 
     for (int64_t j = 0; j < width; ++j) {
-      const GradUnit& grad = grads[j / Vec::lanes];
-      p.grad_c0[b * p.d + j0 + j] = grad.dc[j % Vec::lanes];
-      for (int q = 0; q < 4; ++q) p.grad_params[(b * 4 + q) * p.d + j0 + j] = grad.total[q][j % Vec::lanes];
+      p.grad_c0[b * p.d + j0 + j] = slot<E>(grads, &GradUnit::dc, j);
+      const int64_t in_block = j % size;
+      const GradUnit& grad = grads[j / size * n + in_block % n];
+      for (int q = 0; q < 4; ++q) p.grad_params[(b * 4 + q) * p.d + j0 + j] = grad.total[q][in_block / n];
     }
     if (Stream) stream_fence();
   }

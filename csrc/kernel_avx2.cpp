@@ -18,16 +18,14 @@ ALWAYS_INLINE Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
 ALWAYS_INLINE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 ALWAYS_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 ALWAYS_INLINE Vec reciprocal(Vec a) { return {_mm256_div_ps(_mm256_set1_ps(1.0f), a.v)}; }
-// Where one operand is NaN the instruction returns the second.
-ALWAYS_INLINE Vec at_most(Vec a, float bound) { return {_mm256_min_ps(_mm256_set1_ps(bound), a.v)}; }
 ALWAYS_INLINE Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
   return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
 }
 
 ALWAYS_INLINE Vec exp2(Vec t) {
-  // Below 2^-126 the exponent's bits would wrap around.
-  const __m256 bounded = _mm256_max_ps(_mm256_set1_ps(-126.0f), t.v);
-  const __m256 whole = _mm256_round_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  // Within what the exponent's bits can say. Where one operand is NaN these return the second.
+  const __m256 bounded = _mm256_max_ps(_mm256_set1_ps(-126.0f), _mm256_min_ps(_mm256_set1_ps(126.0f), t.v));
+  const __m256 whole = _mm256_floor_ps(bounded);
   const __m256 r = _mm256_sub_ps(bounded, whole);
   __m256 p = _mm256_set1_ps(kExp2[4]);
   for (int i = 3; i >= 0; --i) p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(kExp2[i]));
@@ -36,41 +34,45 @@ ALWAYS_INLINE Vec exp2(Vec t) {
   return {_mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)))};
 }
 
+ALWAYS_INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+ALWAYS_INLINE void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
+
 ALWAYS_INLINE __m256i first(int n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
+ALWAYS_INLINE void load(const float* p, Vec* a) { a[0] = load(p); }
+ALWAYS_INLINE void load_n(const float* p, Vec* a, int n) { a[0] = {_mm256_maskload_ps(p, first(n))}; }
+ALWAYS_INLINE void store(float* p, const Vec* a) { store(p, a[0]); }
+ALWAYS_INLINE void store_n(float* p, const Vec* a, int n) { _mm256_maskstore_ps(p, first(n), a[0].v); }
+ALWAYS_INLINE void stream(float* p, const Vec* a) { _mm256_stream_ps(p, a[0].v); }
 
-ALWAYS_INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
-ALWAYS_INLINE Vec load_n(const float* p, int n) { return {_mm256_maskload_ps(p, first(n))}; }
-ALWAYS_INLINE void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
-ALWAYS_INLINE void store_n(float* p, Vec a, int n) { _mm256_maskstore_ps(p, first(n), a.v); }
-ALWAYS_INLINE void stream(float* p, Vec a) { _mm256_stream_ps(p, a.v); }
-
-ALWAYS_INLINE Vec widen(__m128i half) {
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16))};
+// 16 bfloat16: those at even places are the lower halves of 8 words, those at odd places the upper ones.
+ALWAYS_INLINE void load(const bf16* p, Vec* a) {
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  a[0] = {_mm256_castsi256_ps(_mm256_slli_epi32(halves, 16))};
+  a[1] = {_mm256_castsi256_ps(_mm256_and_si256(halves, _mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
 }
-// To nearest, ties to even; NaN stays NaN.
-ALWAYS_INLINE __m128i narrow(Vec a) {
+// Rounded to nearest, ties to even, in the upper halves. NaN stays NaN, since only plain ones get here.
+ALWAYS_INLINE __m256i rounded(Vec a) {
   const __m256i bits = _mm256_castps_si256(a.v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q));
-  const __m256i out = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan), 16);
-  return _mm_packus_epi32(_mm256_castsi256_si128(out), _mm256_extracti128_si256(out, 1));
+  return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
 }
-ALWAYS_INLINE Vec load(const bf16* p) { return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
-ALWAYS_INLINE Vec load_n(const bf16* p, int n) {
-  bf16 whole[Vec::lanes] = {};
+ALWAYS_INLINE __m256i narrow(const Vec* a) {
+  return _mm256_blend_epi16(_mm256_srli_epi32(rounded(a[0]), 16), rounded(a[1]), 0xaa);
+}
+ALWAYS_INLINE void store(bf16* p, const Vec* a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(a)); }
+ALWAYS_INLINE void stream(bf16* p, const Vec* a) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(a)); }
+ALWAYS_INLINE void load_n(const bf16* p, Vec* a, int n) {
+  bf16 whole[2 * Vec::lanes] = {};
   for (int i = 0; i < n; ++i) whole[i] = p[i];
-  return load(whole);
+  load(whole, a);
 }
-ALWAYS_INLINE void store(bf16* p, Vec a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(a)); }
-ALWAYS_INLINE void store_n(bf16* p, Vec a, int n) {
-  bf16 whole[Vec::lanes];
+ALWAYS_INLINE void store_n(bf16* p, const Vec* a, int n) {
+  bf16 whole[2 * Vec::lanes];
   store(whole, a);
   for (int i = 0; i < n; ++i) p[i] = whole[i];
 }
-ALWAYS_INLINE void stream(bf16* p, Vec a) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), narrow(a)); }
 ALWAYS_INLINE void stream_fence() { _mm_sfence(); }
 
 #include "kernel.inl"

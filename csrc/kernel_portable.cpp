@@ -26,16 +26,14 @@ ALWAYS_INLINE Vec select(Ints where, Vec yes, Vec no) {
   return {(Floats)((where & (Ints)yes.v) | (~where & (Ints)no.v))};
 }
 ALWAYS_INLINE Vec select_less(Vec a, Vec b, Vec yes, Vec no) { return select(a.v < b.v, yes, no); }
-// Comparing with NaN is false, which leaves it.
-ALWAYS_INLINE Vec at_most(Vec a, float bound) { return select(a.v > bound, Vec::set(bound), a); }
 
 ALWAYS_INLINE Vec exp2(Vec t) {
-  // Below 2^-126 the exponent's bits would wrap around.
-  const Floats bounded = select(t.v < -126.0f, Vec::set(-126.0f), t).v;
-  // Adding 1.5 * 2^23 leaves no bits for a fraction, and the whole part in the lowest ones.
-  const Floats shifted = bounded + 12582912.0f;
-  const Floats whole = shifted - 12582912.0f;
-  const Floats r = bounded - whole;
+  // Within what the exponent's bits can say. Comparing with NaN is false, which leaves it.
+  Vec bounded = select(t.v > 126.0f, Vec::set(126.0f), t);
+  bounded = select(t.v < -126.0f, Vec::set(-126.0f), bounded);
+  // Adding 1.5 * 2^23 leaves no bits for a fraction, and the whole part in the lowest ones; half less rounds down.
+  const Floats shifted = (bounded.v - 0.5f) + 12582912.0f;
+  const Floats r = bounded.v - (shifted - 12582912.0f);
   Floats p = Vec::set(kExp2[4]).v;
   for (int i = 3; i >= 0; --i) p = p * r + kExp2[i];
   p = p * r + 1.0f;
@@ -49,31 +47,36 @@ ALWAYS_INLINE Vec load(const float* p) {
   return a;
 }
 ALWAYS_INLINE void store(float* p, Vec a) { std::memcpy(p, &a.v, sizeof a.v); }
+ALWAYS_INLINE void load(const float* p, Vec* a) { a[0] = load(p); }
+ALWAYS_INLINE void store(float* p, const Vec* a) { store(p, a[0]); }
 
-ALWAYS_INLINE Vec load(const bf16* p) {
-  return {(Floats)(Words{p[0].bits, p[1].bits, p[2].bits, p[3].bits} << 16)};
+// 8 bfloat16: even places, then odd ones. Written for any order of bytes.
+ALWAYS_INLINE void load(const bf16* p, Vec* a) {
+  for (int q = 0; q < 2; ++q)
+    a[q] = {(Floats)(Words{p[q].bits, p[2 + q].bits, p[4 + q].bits, p[6 + q].bits} << 16)};
 }
-// To nearest, ties to even; NaN stays NaN.
-ALWAYS_INLINE void store(bf16* p, Vec a) {
-  const Words bits = (Words)a.v, rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-  const Words nan = (Words)(a.v != a.v), out = ((rounded & ~nan) | (nan & 0x7fc00000u)) >> 16;
-  for (int i = 0; i < Vec::lanes; ++i) p[i].bits = static_cast<uint16_t>(out[i]);
+// Rounded to nearest, ties to even. NaN stays NaN, since only plain ones get here.
+ALWAYS_INLINE void store(bf16* p, const Vec* a) {
+  for (int q = 0; q < 2; ++q) {
+    const Words bits = (Words)a[q].v, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    for (int i = 0; i < Vec::lanes; ++i) p[2 * i + q].bits = static_cast<uint16_t>(rounded[i]);
+  }
 }
 
 template <class E>
-ALWAYS_INLINE Vec load_n(const E* p, int n) {
-  E whole[Vec::lanes] = {};
+ALWAYS_INLINE void load_n(const E* p, Vec* a, int n) {
+  E whole[Vec::lanes * sizeof(float) / sizeof(E)] = {};
   for (int i = 0; i < n; ++i) whole[i] = p[i];
-  return load(whole);
+  load(whole, a);
 }
 template <class E>
-ALWAYS_INLINE void store_n(E* p, Vec a, int n) {
-  E whole[Vec::lanes];
+ALWAYS_INLINE void store_n(E* p, const Vec* a, int n) {
+  E whole[Vec::lanes * sizeof(float) / sizeof(E)];
   store(whole, a);
   for (int i = 0; i < n; ++i) p[i] = whole[i];
 }
 template <class E>
-ALWAYS_INLINE void stream(E* p, Vec a) {
+ALWAYS_INLINE void stream(E* p, const Vec* a) {
   store(p, a);
 }
 ALWAYS_INLINE void stream_fence() {}
