@@ -59,7 +59,6 @@ def run(config: Config) -> int:
     """Train, evaluate, write, draw; 0, or 128 + the number of the signal that stopped it."""
     import torch
 
-    import undertow.models  # noqa: F401 (the Auto classes, that of tokenizers too, look at the model's configuration)
     from undertow.cli.train import load_model
     from undertow.data import DataConfig, prepare
     from undertow.evaluate import evaluate
@@ -93,7 +92,7 @@ def run(config: Config) -> int:
 
     best: Any = load_model(str(out / "best")).eval()
     print("Measuring on the held-out modules ...", flush=True)
-    held_out = evaluate(best, data.test, batch_size=16, window=512, max_tokens=config.eval_tokens)
+    held_out = evaluate(best, data.test, batch_size=16, window=256, max_tokens=config.eval_tokens)
     gzip_bits, xz_bits = compressors(data.documents.test)
 
     sample = out / "sample.py.txt"

@@ -52,7 +52,6 @@ def run(config: Config) -> None:
     """Evaluate and print a table."""
     import torch
 
-    import undertow.models  # noqa: F401 (the Auto classes, that of tokenizers too, look at the model's configuration)
     from undertow.cli.train import load_model, saved_model
     from undertow.evaluate import evaluate
 

@@ -64,7 +64,6 @@ def run(config: Config) -> int:
     """Generate; 0, or 130 after Ctrl-C."""
     import torch
 
-    import undertow.models  # noqa: F401 (the Auto classes, that of tokenizers too, look at the model's configuration)
     from undertow.cli.train import load_model, saved_model
     from undertow.data import TextDecoder, load_tokenizer
 

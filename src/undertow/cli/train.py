@@ -85,7 +85,6 @@ class Config(TrainConfig, DataConfig):
 
 def run(config: Config) -> int:
     """Train; 0, or 128 + the number of the signal that stopped it."""
-    import undertow.models  # noqa: F401 (the Auto classes, that of tokenizers too, look at the model's configuration)
     from undertow.data import prepare
     from undertow.train.loop import check_out, train
 

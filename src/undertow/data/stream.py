@@ -234,7 +234,7 @@ class evaluation_pieces:
 
     Args:
         store: the tokens.
-        batch_size: rows; fewer where there are fewer documents, since a document is read by one row.
+        batch_size: rows; fewer where more could not be filled, since a document is read by one row.
         window: tokens a row a piece; the last piece may be narrower.
         limit: score only this many tokens, the first ones of the store; None: all.
 
@@ -263,7 +263,9 @@ class evaluation_pieces:
         self.scored = int(sizes.sum())
         if not self.scored:
             raise ValueError("there is nothing to score: the documents hold no token that has one before it")
-        self.batch_size = min(batch_size, int(np.count_nonzero(sizes)))
+        # A document is read by one row, so the longest one sets the number of pieces: rows that it does not leave
+        # enough for would only be padded.
+        self.batch_size = min(batch_size, int(np.count_nonzero(sizes)), -(-self.scored // int(sizes.max())))
         self._rows = [np.sort(row) for row in _deal(sizes, self.batch_size)]
         self._ends = [np.cumsum(sizes[row]) for row in self._rows]
         self._sizes = sizes
