@@ -37,6 +37,7 @@ $(VENV)/.installed: $(BUILT_FROM) | $(BIN)/python
 	@echo "setting up $(VENV): torch and the other dependencies, then the C++ part (some minutes the first time)"
 	$(PIP) torch scikit-build-core nanobind cmake ninja
 	$(PIP) --no-build-isolation --editable .
+	@$(BIN)/python -c 'from undertow.ops import backend_info; print("the recurrence runs on:", backend_info())'
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
