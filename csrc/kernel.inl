@@ -7,18 +7,14 @@
 
 using undertow::Highway;
 using undertow::kChunk;
-using undertow::kMaxWidthBackward;
-using undertow::kMaxWidthForward;
+using undertow::kMaxWidth;
 using undertow::Problem;
 
 constexpr float kMinusLog2e = -1.44269504088896340736f;
 
 // What lies this many blocks ahead is asked for early, at the end of a row from the next one: the hardware follows a
 // row, but not the jump to the next.
-#ifndef AHEAD
-#define AHEAD 16
-#endif
-constexpr int64_t kAhead = AHEAD;
+constexpr int64_t kAhead = 8;
 
 // sigmoid(a) from t = -a / ln 2, as 1 / (1 + 2^t). 2^t may well be infinite; NaN passes through.
 ALWAYS_INLINE Vec sigmoid_from(Vec t) { return reciprocal(exp2(t) + Vec::set(1.0f)); }
@@ -200,7 +196,7 @@ struct Forward {
     const int64_t u_k = p.u_k, u_next = p.reverse ? -p.u_t : p.u_t, x_next = p.reverse ? -p.x_t : p.x_t;
     const int64_t near = whole < kAhead ? 0 : whole - kAhead, back = -near * size, rows = undertow::saved_rows(p.T);
     const Vec scale = Vec::set(p.scale);
-    Unit units[kMaxWidthForward / Vec::lanes];
+    Unit units[kMaxWidth / Vec::lanes];
     fill<E>(units, p, b, j0, width);
 
     for (int64_t s = 0; s < p.T; ++s) {
@@ -299,7 +295,7 @@ struct Backward {
     const E *u, *x, *gh;
     E *gu, *gx;
     Step* steps;
-    int64_t u_ahead, u_wrap;
+    int64_t u_next;  // from this row of u to the one that is read next
   };
 
   template <bool Forth, bool Back>
@@ -315,10 +311,10 @@ struct Backward {
         back<false>(r.u + j, r.x + j, r.gh + j, r.gu + j, r.gx + j, u_k, gu_k, r.steps + v * n, units + v * n, grads + v * n, scale);
     };
     for (; v < near; ++v, j += size) both(kAhead * size);
-    for (; v < whole; ++v, j += size) both(f.u_ahead - near * size);
+    for (; v < whole; ++v, j += size) both(f.u_next - near * size);
     if (tail) {
       if constexpr (Forth)
-        forth<true>(f.u + j, f.x + j, f.gh + j, u_k, f.u_ahead, units + v * n, f.steps + v * n, tail);
+        forth<true>(f.u + j, f.x + j, f.gh + j, u_k, f.u_next, units + v * n, f.steps + v * n, tail);
       if constexpr (Back)
         back<true>(r.u + j, r.x + j, r.gh + j, r.gu + j, r.gx + j, u_k, gu_k, r.steps + v * n, units + v * n, grads + v * n, scale,
                    tail);
@@ -332,10 +328,10 @@ struct Backward {
     const int64_t parts = H == Highway::u3 ? 4 : 3, u_next = p.reverse ? -p.u_t : p.u_t;
     const Vec scale = Vec::set(p.scale);
     Step* const steps = reinterpret_cast<Step*>(scratch);
-    Unit units[kMaxWidthBackward / Vec::lanes];
-    GradUnit grads[kMaxWidthBackward / Vec::lanes];
+    Unit units[kMaxWidth / Vec::lanes];
+    GradUnit grads[kMaxWidth / Vec::lanes];
     fill<E>(units, p, b, j0, width);
-    GradTotal totals[kMaxWidthBackward / Vec::lanes];
+    GradTotal totals[kMaxWidth / Vec::lanes];
     for (int64_t v = 0; v < vectors; ++v) {
       store(grads[v].dc, Vec::set(0.0f));
       for (int q = 0; q < 4; ++q) store(grads[v].chunk[q], Vec::set(0.0f));
@@ -363,7 +359,7 @@ struct Backward {
           const At<E> at(p, b, fs, j0, Masked);
           // After the chunk's last step comes the first of the chunk before.
           const int64_t next = fs + 1 < forth_end ? u_next : (1 - 2 * kChunk) * u_next;
-          f = {at.u, at.x, at.gh, nullptr, nullptr, steps + (to_forth % 2 * kChunk + l) * vectors, next, 0};
+          f = {at.u, at.x, at.gh, nullptr, nullptr, steps + (to_forth % 2 * kChunk + l) * vectors, next};
           go_forth = !(Masked && at.padded);
           forth_reset = Masked && at.reset;
         }
@@ -371,7 +367,7 @@ struct Backward {
           const At<E> at(p, b, bs, j0, Masked);
           E* gu = static_cast<E*>(p.grad_u) + (b * p.T + at.t) * parts * p.d + j0;
           E* gx = static_cast<E*>(p.grad_x) + (b * p.T + at.t) * p.d + j0;
-          r = {at.u, at.x, at.gh, gu, gx, steps + bs % (2 * kChunk) * vectors, 0, 0};
+          r = {at.u, at.x, at.gh, gu, gx, steps + bs % (2 * kChunk) * vectors, 0};
           if (Masked && at.padded) {
             for (int64_t q = 0; q < parts; ++q) zero(gu + q * p.d, width);
             if (H == Highway::x) zero(gx, width);

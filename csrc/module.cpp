@@ -111,7 +111,7 @@ void forward(COMMON_ARGUMENTS, uintptr_t h, uintptr_t c) {
   Problem p = problem(COMMON_VALUES);
   p.h = at<void>(h), p.c = at<float>(c);
   p.stream = worth_streaming(p.h, B * T * d * size_of(p), p);
-  const Blocks blocks = blocks_of(p, threads, kMaxWidthForward);
+  const Blocks blocks = blocks_of(p, threads, kMaxWidth);
   const Kernels* const kernels = chosen;
   parallel(B * blocks.count, blocks.threads, [&](int64_t i, int) {
     const int64_t j0 = i % blocks.count * blocks.width;
@@ -126,7 +126,7 @@ void backward(COMMON_ARGUMENTS, uintptr_t grad_h, int64_t gh_b, int64_t gh_t, ui
   p.grad_h = at<void>(grad_h), p.gh_b = gh_b, p.gh_t = gh_t, p.grad_c = at<float>(grad_c);
   p.grad_u = at<void>(grad_u), p.grad_x = at<void>(grad_x), p.grad_c0 = at<float>(grad_c0);
   p.stream = worth_streaming(p.grad_u, B * T * d * 3 * size_of(p), p) && grad_x % 64 == 0;
-  const Blocks blocks = blocks_of(p, threads, kMaxWidthBackward);
+  const Blocks blocks = blocks_of(p, threads, kMaxWidth);
   const Kernels* const kernels = chosen;
 
   const std::unique_ptr<float[]> rows(new float[B * 4 * d]);

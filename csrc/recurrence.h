@@ -15,10 +15,7 @@ enum class Highway : int { none = 0, x = 1, u3 = 2 };
 
 // Steps between two saved states. The backward pass starts from them and computes anew what lies between: cheaper than
 // saving every state, since the gates are needed again anyway and the chunk stays in the cache.
-#ifndef CHUNK
-#define CHUNK 16
-#endif
-constexpr int64_t kChunk = CHUNK;
+constexpr int64_t kChunk = 16;
 
 // The state before step 0, kChunk, 2 kChunk, ... up to T, in the order in which steps are taken, then the last state.
 // (Never fewer than two rows: compilers of torch programs take sizes 0 and 1 for special and would compile for each.)
@@ -61,8 +58,8 @@ struct Problem {
 };
 
 // One instruction set's kernels. Each call computes the units [j0, j1) of row b, at most kMaxWidth of them; j0 is a
-// multiple of `kAlign`. Backward needs scratch of kScratch floats a unit.
-constexpr int64_t kMaxWidthForward = 4096, kMaxWidthBackward = 1024, kAlign = 64, kScratch = 6 * kChunk;
+// multiple of kAlign. Backward needs scratch of kScratch floats a unit: three numbers of each step of two chunks.
+constexpr int64_t kMaxWidth = 4096, kAlign = 64, kScratch = 2 * 3 * kChunk;
 struct Kernels {
   const char* name;
   void (*forward)(const Problem&, int64_t b, int64_t j0, int64_t j1);
