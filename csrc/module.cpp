@@ -12,6 +12,10 @@
 #include <string>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "parallel.h"
 #include "recurrence.h"
 
@@ -72,6 +76,17 @@ Blocks blocks_of(const Problem& p, int threads, int64_t max_width) {
   return {width, (p.d + width - 1) / width, threads};
 }
 
+// Tensors this large are new memory each time, and the system hands it out in small pages, each with an interruption
+// that costs as much as filling the page. Asking for large ones leaves a few hundredths of these.
+void in_large_pages([[maybe_unused]] void* p, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = uintptr_t{2} << 20;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(p) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes)) / kPage * kPage;
+  if (bytes >= kStreamBytes && end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
 template <class P>
 P* at(uintptr_t address) {
   return reinterpret_cast<P*>(address);
@@ -110,6 +125,7 @@ void forward(COMMON_ARGUMENTS, uintptr_t h, uintptr_t c) {
   nb::gil_scoped_release release;
   Problem p = problem(COMMON_VALUES);
   p.h = at<void>(h), p.c = at<float>(c);
+  in_large_pages(p.h, B * T * d * size_of(p));
   p.stream = worth_streaming(p.h, B * T * d * size_of(p), p);
   const Blocks blocks = blocks_of(p, threads, kMaxWidth);
   const Kernels* const kernels = chosen;
@@ -125,6 +141,8 @@ void backward(COMMON_ARGUMENTS, uintptr_t grad_h, int64_t gh_b, int64_t gh_t, ui
   Problem p = problem(COMMON_VALUES);
   p.grad_h = at<void>(grad_h), p.gh_b = gh_b, p.gh_t = gh_t, p.grad_c = at<float>(grad_c);
   p.grad_u = at<void>(grad_u), p.grad_x = at<void>(grad_x), p.grad_c0 = at<float>(grad_c0);
+  in_large_pages(p.grad_u, B * T * d * (p.highway == Highway::u3 ? 4 : 3) * size_of(p));
+  if (p.grad_x) in_large_pages(p.grad_x, B * T * d * size_of(p));
   p.stream = worth_streaming(p.grad_u, B * T * d * 3 * size_of(p), p) && grad_x % 64 == 0;
   const Blocks blocks = blocks_of(p, threads, kMaxWidth);
   const Kernels* const kernels = chosen;
