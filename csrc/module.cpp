@@ -163,7 +163,7 @@ void backward(COMMON_ARGUMENTS, uintptr_t grad_h, int64_t gh_b, int64_t gh_t, ui
   float* const outs[4] = {at<float>(grad_weight), at<float>(grad_weight) + d, at<float>(grad_bias),
                           at<float>(grad_bias) + d};
   const int64_t pieces = (d + kAlign - 1) / kAlign;
-  parallel(4 * pieces, B * d >= kWorthAThread ? blocks.threads : 1, [&](int64_t i, int) {
+  parallel(4 * pieces, B * d >= 64 * kWorthAThread ? blocks.threads : 1, [&](int64_t i, int) {
     const int64_t q = i / pieces, j0 = i % pieces * kAlign, n = std::min(kAlign, d - j0);
     double sums[kAlign] = {};
     for (int64_t b = 0; b < B; ++b)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -355,3 +359,35 @@ def test_the_second_derivative_through_the_kernels():
 
     for a, b in zip(second("cpu"), second("reference"), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_without_torchs_threads_the_kernels_bring_their_own():
+    """In a process that has not loaded torch there is no OpenMP to borrow."""
+    code = """
+import sys
+import numpy as np
+from undertow import _C
+assert "torch" not in sys.modules
+B, T, d = 3, 64, 200
+g = np.random.default_rng(0)
+u, x, p, c0 = (g.standard_normal(s).astype("float32") for s in ((B, T, 3, d), (B, T, d), (4, d), (B, d)))
+h, c = np.full((B, T, d), np.nan, "float32"), np.full((B, d), np.nan, "float32")
+at = lambda a: a.ctypes.data
+_C.forward(4, B, T, d, 0, 1, False, False, 1.0, at(u), T * 3 * d, 3 * d, d, at(x), T * d, d, at(p), at(p[2:]), at(c0),
+           0, 0, 0, 0, at(h), at(c))
+np.savez(sys.argv[1], u=u, x=x, p=p, c0=c0, h=h, c=c)
+print(_C.pool())
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/call.npz"
+        shown = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+        assert shown.returncode == 0, shown.stderr
+        assert shown.stdout.strip() == "its own threads"
+        a = {name: torch.from_numpy(array) for name, array in np.load(path).items()}
+    h, c = ops.recurrence(a["u"], a["x"], a["p"][:2], a["p"][2:], a["c0"])
+    assert torch.equal(h, a["h"])
+    assert torch.equal(c, a["c"])
+
+
+def test_in_this_process_they_are_torchs():
+    assert ops.backend_info().pool == "torch's OpenMP threads"
