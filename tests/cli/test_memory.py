@@ -11,7 +11,8 @@ from undertow.models import SRUppConfig, SRUppForCausalLM
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = SRUppForCausalLM(SRUppConfig(hidden_size=16, projection_size=8, num_hidden_layers=2, attention_window=64)).eval()
+model = SRUppForCausalLM(SRUppConfig(hidden_size=16, projection_size=8, num_hidden_layers=2, attention_window=64))
+model.eval()
 resident, seen = {}, 0
 
 def count(token):

@@ -1,6 +1,6 @@
 """Speed against peers and against the machine's own limits, paired in one run.
 
-undertow bench train                      SRU++ layers: forward pass and training step
+undertow bench train                      SRU++ layers: forward pass and training step, and the recurrence alone
 undertow bench ops                        the recurrence alone, against a plain copy
 undertow bench train --json FILE
 """
@@ -54,12 +54,13 @@ def run(config: Config) -> None:
         raise ValueError(f"{asked} undertow bench {' or '.join(SUITES)}")
     machine = describe_machine()
     suite = {"train": train, "ops": ops}[config.suite]
-    rows = suite.run(
-        tuple(config.cases) or suite.DEFAULT_CASES,
-        tuple(suite.PEERS if config.peers is None else config.peers),
-        config.repeats,
-        say,
-    )
+    cases = tuple(config.cases) or suite.DEFAULT_CASES
+    peers = tuple(suite.PEERS if config.peers is None else config.peers)
+    rows = suite.run(cases, peers, config.repeats, say)
+    if suite is train:
+        # What is ours in a layer is the recurrence: beside the whole, it alone.
+        alone = dict.fromkeys(ops.Case(case.T, case.B, case.d).name for case in map(train.Case.parse, cases))
+        rows += ops.run(tuple(alone), repeats=config.repeats, say=say)
     table(machine.items())
     for case in dict.fromkeys(row.case for row in rows):
         print()

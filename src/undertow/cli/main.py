@@ -79,6 +79,10 @@ def _run(words: list[str]) -> int:
             print("undertow (not installed)")
         return 0
     name, rest = words[0], words[1:]
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # Read when torch is loaded. GNU OpenMP lets threads wait for one another in a busy loop of milliseconds, ten
+        # times slower than sleeping as soon as another program takes a core; so short a loop costs little.
+        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     if name not in COMMANDS:
         raise UsageError(f"there is no command {name!r}{_nearest(name, COMMANDS)}; undertow --help lists them")
     module = importlib.import_module(COMMANDS[name][0])
