@@ -28,8 +28,8 @@ MODEL: dict[str, Any] = {
     "attention_window": 128,
 }
 TRAINING: dict[str, Any] = {
-    "batch_size": 8,
-    "window": 256,
+    "batch_size": 32,
+    "window": 64,
     "optimizer": "adamw",
     "beta2": 0.99,
     "learning_rate": 6e-3,
