@@ -204,9 +204,13 @@ def _by_tail(
     lengths = [document.length() for document in data]
     total = sum(lengths)
     cuts = [total]
-    for held_out in (test_fraction, valid_fraction + test_fraction):  # from the end, so that an empty part stays empty
+    held_out = 0.0
+    for fraction in (test_fraction, valid_fraction):  # from the end
+        held_out += fraction
         at, limit = total - round(total * held_out), cuts[0]
-        cuts.insert(0, _line_start(data, lengths, at, (at + limit) // 2) if at < limit else limit)
+        # The cut before moved on to a line's beginning: an empty part must not catch what that left.
+        wanted = fraction > 0 and at < limit
+        cuts.insert(0, _line_start(data, lengths, at, (at + limit) // 2) if wanted else limit)
     bounds = [0, *cuts]
     parts = [_between(data, lengths, begin, end) for begin, end in pairwise(bounds)]
     for name, fraction, part in zip(("train", "valid", "test"), (1, valid_fraction, test_fraction), parts, strict=True):
