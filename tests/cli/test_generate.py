@@ -1,6 +1,7 @@
 """undertow generate, info and bench, as a person calls them."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -143,3 +144,29 @@ def test_info_says_which_backend_runs_and_why(capsys):
     assert facts["recurrence"]["reason"]
     assert facts["versions"]["torch"] == torch.__version__
     assert main(["info"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"num_hidden_layers": 2', '"num_hidden_layers": 1', "unexpected model.layers.1"),
+        ('"num_hidden_layers": 2', '"num_hidden_layers": 3', "missing model.layers.2"),
+        ('"hidden_size": 16', '"hidden_size": 32', "shapes"),
+    ],
+)
+def test_weights_that_do_not_fit_their_configuration_are_refused(old, new, message, folder, tmp_path, capsys):
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    text = (copy / "config.json").read_text()
+    assert old in text
+    (copy / "config.json").write_text(text.replace(old, new))
+    assert main(["generate", str(copy), "x"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_tokenizer_is_named_and_nothing_is_asked(folder, tmp_path, capsys):
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    (copy / "tokenizer.json").unlink()
+    assert main(["generate", str(copy), "x"]) == 2
+    assert "no tokenizer.json" in capsys.readouterr().err

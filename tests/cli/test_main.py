@@ -255,3 +255,9 @@ def test_reader_that_goes_away_is_no_error() -> None:
     assert process.wait(timeout=60) == 141
     assert process.stderr is not None
     assert process.stderr.read() == b""
+
+
+def test_a_list_given_twice_is_one_list():
+    fields = {"data": list[str]}
+    assert cli.arrange("train", ["--data", "a", "b", "--data", "c"], fields) == ['--data=["a", "b", "c"]']
+    assert cli.arrange("train", ["--data=a", "--data=c"], fields) == ['--data=["a", "c"]']

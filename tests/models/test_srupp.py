@@ -491,6 +491,7 @@ def test_initial_values_are_the_papers():
         ({"attention_last": 1, "attention_every": 2}, "not both"),
         ({"layer_norm": "middle"}, "none, before, after"),
         ({"hidden_size": 0}, "hidden_size"),
+        ({"hidden_dropout": 1.0}, "hidden_dropout"),
         ({"tie_word_embeddings": True, "embedding_size": 3}, "tie_word_embeddings"),
     ],
 )
@@ -516,6 +517,10 @@ def test_inputs_that_do_not_fit_are_named():
     _, state = read(model, tokens(2, 3), [])
     with pytest.raises(ValueError, match="the state holds 2 rows, the input has 3"):
         model(tokens(3, 3), cache=state)
+    with pytest.raises(ValueError, match="num_hidden_layers 3, this model has 2"):
+        make(num_hidden_layers=2)(tokens(2, 3), cache=state)
+    with pytest.raises(ValueError, match=r"labels must have shape \(2, 3\)"):
+        model(tokens(2, 3), labels=tokens(2, 2))
     with pytest.raises(ValueError, match="cache_implementation"):
         model.generate(tokens(1, 3), cache_implementation="static", max_new_tokens=2)
 

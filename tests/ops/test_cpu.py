@@ -391,3 +391,11 @@ print(_C.pool())
 
 def test_in_this_process_they_are_torchs():
     assert ops.backend_info().pool == "torch's OpenMP threads"
+
+
+def test_without_hidden_units_there_is_nothing_to_do() -> None:
+    with ops.backend("cpu"):
+        u = torch.zeros(2, 5, 3, 0, requires_grad=True)
+        h, c = ops.recurrence(u, torch.zeros(2, 5, 0), torch.zeros(2, 0), torch.zeros(2, 0))
+        assert (h.shape, c.shape) == ((2, 5, 0), (2, 0))
+        h.sum().backward()

@@ -62,6 +62,8 @@ def small_config(**changes: Any) -> TrainConfig:
         "batch_size": 4,
         "window": 16,
         "learning_rate": 1e-2,
+        "optimizer": "radam",
+        "beta2": 0.999,
         "log_every": 1,
         "eval_every": 5,
         "eval_tokens": 200,

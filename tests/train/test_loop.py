@@ -517,3 +517,16 @@ def test_training_works_outside_of_the_main_thread(go: Go) -> None:
     thread.start()
     thread.join()
     assert results[0].step == 2
+
+
+@pytest.mark.parametrize("again", [{}, {"overwrite": True}, {"resume": True}])
+def test_a_folder_in_which_a_run_is_going_on_is_left_alone(go: Go, tmp_path: Path, again: dict[str, bool]) -> None:
+    go("run", steps=2, checkpoint_every=1)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with (
+        loop._alone_in(tmp_path / "run", True),
+        pytest.raises(FileExistsError, match=r"a run is going on|not empty"),
+    ):
+        go("run", steps=2, checkpoint_every=1, **again)
+    assert before == {path: path.read_bytes() for path in before}
+    go("run", steps=2, overwrite=True)

@@ -1,6 +1,6 @@
 """Train a small SRU++ on the source of Python's standard library, measure it on modules it has not seen, let it write.
 
-Two minutes of training on two cores, no download. undertow demo --minutes 10 goes further.
+Two minutes of training on two cores, about three in all, no download. undertow demo --minutes 10 goes further.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ import gzip
 import io
 import json
 import lzma
+import os
+import shutil
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -99,8 +102,10 @@ def run(config: Config) -> int:
         return 128 + result.interrupted
 
     best: Any = load_model(str(out / "best")).eval()
-    print("Measuring on the held-out modules ...", flush=True)
-    held_out = evaluate(best, data.test, batch_size=16, window=256, max_tokens=config.eval_tokens)
+    print("Measuring on the held-out modules: half a minute or so ...", flush=True)
+    held_out = evaluate(
+        best, data.test, batch_size=16, window=256, max_tokens=config.eval_tokens, precision=settings.precision
+    )
     gzip_bits, xz_bits = compressors(data.documents.test)
 
     sample = out / "sample.py.txt"
@@ -162,7 +167,7 @@ def _show(summary: dict[str, Any], out: Path, sample: Path, curve: Path) -> None
 
     text = sample.read_text(encoding="utf-8")
     print(f"\nWhat it writes after {PROMPT!r}:\n")
-    print("\n".join("    " + line for line in text.splitlines()[:24]))
+    print("\n".join("    " + line[:100] for line in text.splitlines()[:24]).rstrip())
     print()
     table(
         [
@@ -180,16 +185,17 @@ def _show(summary: dict[str, Any], out: Path, sample: Path, curve: Path) -> None
             ("model", str(out / "best")),
             ("learning curve", str(curve)),
             ("sample", str(sample)),
-            ("figures", str(out / "summary.json")),
-            ("records", str(out / "metrics.jsonl")),
+            ("these figures", str(out / "summary.json")),
+            ("loss, step by step", str(out / "metrics.jsonl")),
         ]
     )
-    print(
-        f"""
-Next:
-  undertow generate {out} "class "              let it write on
-  undertow eval {out} --attention_window 1024   the same model with a longer memory
-  undertow demo --minutes 10                    train longer
-  undertow train --data your.txt                a text of your own
-"""
-    )
+    # As it has to be typed here: `make` does not put the environment on the path.
+    undertow = "undertow" if shutil.which("undertow") else os.path.relpath(sys.argv[0])
+    commands = {
+        f'generate {out} "class "': "let it write on",
+        f"eval {out} --attention_window 1024": "the same model with a longer memory",
+        "demo --minutes 10": "train longer",
+        "train --data your.txt": "a text of your own",
+    }
+    print("\nNext:")
+    table((f"  {undertow} {command}", what) for command, what in commands.items())

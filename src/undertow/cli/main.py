@@ -243,8 +243,20 @@ def arrange(name: str, words: list[str], fields: dict[str, Any], positional: Seq
                 at += 1
         if _admits(hint, list) and not _admits(hint, str) and not value.startswith("["):
             value = _as_json([value])
+        if _admits(hint, list) and not _admits(hint, bool):
+            # Given again, it adds to what was given before.
+            before = [w for w in arranged if w.startswith(f"--{key}=")]
+            if before:
+                arranged.remove(before[0])
+                value = _as_json([*_as_list(before[0].partition("=")[2]), *_as_list(value)])
         arranged.append(f"--{key}={value}")
     return arranged
+
+
+def _as_list(value: str) -> list[str]:
+    import json
+
+    return json.loads(value) if value.startswith("[") else [value]
 
 
 def _is_option(word: str) -> bool:

@@ -165,7 +165,7 @@ def load_model(place: str, device: str | None = None) -> nn.Module:
 
     Raises:
         FileNotFoundError: see :func:`saved_model`.
-        ValueError: weights that are damaged.
+        ValueError: weights that are damaged, or do not fit the configuration beside them.
     """
     import torch
     from safetensors import SafetensorError
@@ -176,11 +176,21 @@ def load_model(place: str, device: str | None = None) -> nn.Module:
     folder = saved_model(place)
     try:
         with silent_bars():
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                folder.removeprefix(HUB), dtype=torch.float32, local_files_only=not folder.startswith(HUB)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder.removeprefix(HUB),
+                dtype=torch.float32,
+                local_files_only=not folder.startswith(HUB),
+                trust_remote_code=False,
+                output_loading_info=True,
             )
     except SafetensorError as error:
         raise ValueError(f"{folder}: the saved weights are damaged or cut short ({error})") from error
+    except RuntimeError as error:  # shapes, which transformers tells in a table
+        raise ValueError(f"{folder}: the weights do not have the shapes that its config.json asks for") from error
+    model, found = loaded
+    for kind in ("missing", "unexpected"):
+        if names := sorted(found[f"{kind}_keys"]):
+            raise ValueError(f"{folder}: the weights do not fit its config.json: {kind} {', '.join(names[:3])}")
     return model.to(device) if device is not None else model
 
 

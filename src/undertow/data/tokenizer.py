@@ -185,8 +185,12 @@ def load_tokenizer(name: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             kind = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("tokenizer_class")
             # These say all by themselves; for others transformers also looks at the model's configuration beside them.
             general = file.is_file() and kind in ("TokenizersBackend", "PreTrainedTokenizerFast")
-            loader = PreTrainedTokenizerFast if general else AutoTokenizer
-            tokenizer = loader.from_pretrained(str(folder), local_files_only=True)
+            if not file.is_file() and kind in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+                raise FileNotFoundError(f"{folder}: there is no tokenizer.json in this folder")
+            if general:
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except OSError:
             raise
         except Exception as error:  # transformers lets KeyError, JSONDecodeError and others of a bad file through

@@ -180,7 +180,7 @@ _backward_op = torch.ops.undertow.recurrence_backward.default
 def _forward(
     u: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor, c0: Tensor | None, *options: Any, save: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    extension = backends.serving(u.device, u.dtype)
+    extension = backends.serving(u.device, u.dtype) if u.shape[-1] else None  # nothing to compute: no kernel for it
     if extension is not None:
         h, c, saved = cpu.forward(extension, u, x, weight, bias, c0, *options, save=save)
         return h, c, c if saved is None else saved
@@ -196,7 +196,7 @@ def _backward(
     grad_h: Tensor, grad_c: Tensor, u: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor, c0: Tensor | None,
     saved: Tensor, *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    extension = backends.serving(u.device, u.dtype)
+    extension = backends.serving(u.device, u.dtype) if u.shape[-1] else None  # nothing to compute: no kernel for it
     if extension is not None:
         grad_u, grad_x, *others = cpu.backward(extension, grad_h, grad_c, u, x, weight, bias, c0, saved, *options)
     else:

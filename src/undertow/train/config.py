@@ -20,15 +20,15 @@ class TrainConfig:
     """Optimiser steps in all; 2000 where minutes is not given either. Only a budget in steps resumes exactly."""
     minutes: float | None = None
     """Minutes of training in all (evaluation and saving not counted). With steps too: whichever is reached first."""
-    batch_size: int = 16
+    batch_size: int = 32
     """Rows in one optimiser step, over all devices and accumulation groups. Each row is a stream of text of its own."""
     micro_batch_size: int | None = None
     """Rows a device handles at once; smaller needs less memory (gradient accumulation). None: all its rows at once."""
-    window: int = 256
+    window: int = 64
     """Tokens of each row in one step. Gradients do not flow further back; the state does."""
-    optimizer: Literal["radam", "adamw"] = "radam"
-    """RAdam, with decoupled weight decay (the papers' choice), or AdamW."""
-    learning_rate: float = 2e-3
+    optimizer: Literal["radam", "adamw"] = "adamw"
+    """AdamW, or RAdam, with decoupled weight decay (the papers' choice, for long runs: it starts slowly)."""
+    learning_rate: float = 4e-3
     """The highest learning rate. Larger models want less: the paper trains 100M parameters with 3e-4."""
     weight_decay: float = 0.1
     """Decoupled weight decay: each step multiplies the weights by 1 - learning_rate * weight_decay."""
@@ -36,7 +36,7 @@ class TrainConfig:
     """Which parameters decay: matrices only (no gains, biases and recurrent gate vectors), or all as in the paper."""
     beta1: float = 0.9
     """Decay of the running mean of gradients."""
-    beta2: float = 0.999
+    beta2: float = 0.99
     """Decay of the running mean of squared gradients."""
     eps: float = 1e-8
     """Added to the square root of the running mean of squared gradients."""

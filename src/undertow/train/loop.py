@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, gather_object
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
@@ -36,8 +37,14 @@ from undertow.train.config import BOUND, LOOSE, TrainConfig
 from undertow.train.optim import learning_rate, make_optimizer, progress
 from undertow.train.progress import Talk, duration, rate, silent_bars
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 # Everything a run writes into its folder; --overwrite removes these and nothing else.
 PARTS = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "best", "tensorboard")
+LOCK = ".lock"
 LN2 = math.log(2)
 
 
@@ -104,7 +111,7 @@ def train(
     run = _Run(model, train_store, config, Path(out), valid_store, tokenizer, quiet)
     check_out(run.out, bool(resume), overwrite)
     run.accelerator.wait_for_everyone()
-    with _catch_signals() as stop:
+    with _alone_in(run.out, run.main), _catch_signals() as stop:
         try:
             run.open(resume, overwrite, record)
             return run.loop(stop)
@@ -124,7 +131,7 @@ def check_out(out: Path, resume: bool, overwrite: bool) -> None:
         raise ValueError("resume and overwrite exclude each other")
     if resume and not checkpoint.steps_in(out / "checkpoints"):
         raise CheckpointError(f"there is no checkpoint in {out} to resume from; start without --resume")
-    if resume or not out.is_dir() or not any(out.iterdir()):
+    if resume or not out.is_dir() or not any(path.name != LOCK for path in out.iterdir()):
         return
     if not overwrite:
         raise FileExistsError(
@@ -627,7 +634,7 @@ class _Run:
         self.talk.close()
         if self.metrics is not None:
             self.metrics.close()
-        self.accelerator.end_training()
+            self.accelerator.end_training()
 
 
 # -- helpers ---------------------------------------------------------------------------------------------------------
@@ -635,6 +642,23 @@ class _Run:
 
 class _Interrupted(Exception):
     """Raised inside an evaluation that should not be finished."""
+
+
+@contextlib.contextmanager
+def _alone_in(out: Path, main: bool) -> Iterator[None]:
+    """Keep a second run out of a folder in which one is going on."""
+    if not main or fcntl is None:
+        yield
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileExistsError(f"a run is going on in {out}; wait for its end, or take another --out") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 @dataclass
@@ -724,7 +748,10 @@ def _to_bytes(state: Any) -> bytes:
         raise TypeError(f"the model's state, {type(state).__name__}, has no save(path), so no checkpoint can hold it")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "state")
-        state.save(path)
+        try:
+            state.save(path)
+        except SafetensorError as error:  # what a full disk looks like from there
+            raise OSError(f"could not write the carried state to {folder} for the checkpoint: {error}") from error
         return path.read_bytes()
 
 

@@ -315,12 +315,7 @@ class SRUppCache(Cache):
                 meta = json.loads((file.metadata() or {}).get("srupp_state", "null"))
                 if meta is None:
                     raise ValueError(f"{path} holds no SRU++ state")
-                for name in _FITS:
-                    if meta[name] != getattr(config, name):
-                        raise ValueError(
-                            f"{path} is the state of a model with {name} {meta[name]}, "
-                            f"this model has {getattr(config, name)}"
-                        )
+                _check_fits(str(path), meta, config)
                 for key in file.keys():  # noqa: SIM118 (no mapping)
                     index, _, name = key.partition(".")
                     if key in ("valid", "tail"):
@@ -333,6 +328,14 @@ class SRUppCache(Cache):
         state._shorten()
         return state
 
+    def check_fits(self, config: SRUppConfig) -> None:
+        """Whether this can be the state of a model with `config`.
+
+        Raises:
+            ValueError: a size differs; the attention window may.
+        """
+        _check_fits("cache", {name: getattr(self.config, name) for name in _FITS}, config)
+
     def _shorten(self) -> None:
         """Keep no more positions than the window asks for (it may have been longer when they were written)."""
         window = self.config.attention_window
@@ -343,6 +346,14 @@ class SRUppCache(Cache):
                 layer.cumulative_length = self.seen_tokens
         if self.valid is not None:
             self.valid = self.valid[:, max(0, self.valid.shape[1] - window) :]
+
+
+def _check_fits(what: str, sizes: dict[str, Any], config: SRUppConfig) -> None:
+    for name in _FITS:
+        if sizes[name] != getattr(config, name):
+            raise ValueError(
+                f"{what} is the state of a model with {name} {sizes[name]}, this model has {getattr(config, name)}"
+            )
 
 
 def _last(old: Tensor | None, new: Tensor, size: int, order: Tensor | None) -> Tensor:

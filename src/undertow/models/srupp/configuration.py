@@ -83,6 +83,9 @@ class SRUppConfig(PreTrainedConfig):
                 f"projection_size {self.projection_size} is not divisible by "
                 f"num_attention_heads {self.num_attention_heads}"
             )
+        for name in ("hidden_dropout", "attention_dropout", "embedding_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         if self.attention_window < 0:
             raise ValueError(f"attention_window must be 0 or more previous positions, got {self.attention_window}")
         if self.attention_every < 1:

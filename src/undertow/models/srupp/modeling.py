@@ -170,6 +170,8 @@ class SRUppModel(SRUppPreTrainedModel):
             raise TypeError(f"cache must be an SRUppCache (or None to start a text), got {type(cache).__name__}")
         if cache.batch_size not in (-1, batch):
             raise ValueError(f"the state holds {cache.batch_size} rows, the input has {batch}")
+        if cache.config is not self.config:
+            cache.check_fits(self.config)
         return cache
 
 
@@ -277,6 +279,10 @@ class SRUppForCausalLM(SRUppPreTrainedModel, GenerationMixin):
         if shift_labels is not None:
             labels = shift_labels = shift_labels.contiguous()
         if labels is not None:
+            if labels.shape != x.shape[:2]:
+                raise ValueError(
+                    f"labels must have shape {tuple(x.shape[:2])}, as input_ids, got {tuple(labels.shape)}"
+                )
             loss = self.loss_function(
                 logits=logits,
                 labels=labels,
