@@ -190,7 +190,8 @@ def _show(summary: dict[str, Any], out: Path, sample: Path, curve: Path) -> None
         ]
     )
     # As it has to be typed here: `make` does not put the environment on the path.
-    undertow = "undertow" if shutil.which("undertow") else os.path.relpath(sys.argv[0])
+    called = "python -m undertow" if sys.argv[0].endswith("__main__.py") else os.path.relpath(sys.argv[0])
+    undertow = "undertow" if shutil.which("undertow") else called
     commands = {
         f'generate {out} "class "': "let it write on",
         f"eval {out} --attention_window 1024": "the same model with a longer memory",
