@@ -193,10 +193,11 @@ def _show(summary: dict[str, Any], out: Path, sample: Path, curve: Path) -> None
     called = "python -m undertow" if sys.argv[0].endswith("__main__.py") else os.path.relpath(sys.argv[0])
     undertow = "undertow" if shutil.which("undertow") else called
     commands = {
-        f'generate {out} "class "': "let it write on",
-        f"eval {out} --attention_window 1024": "the same model with a longer memory",
-        "demo --minutes 10": "train longer",
-        "train --data your.txt": "a text of your own",
+        "let it write on": f'generate {out} "class "',
+        "longer memory": f"eval {out} --attention_window 1024",
+        "train longer": "demo --minutes 10",
+        "your own text": "train --data your.txt",
     }
     print("\nNext:")
-    table((f"  {undertow} {command}", what) for command, what in commands.items())
+    for what, command in commands.items():
+        print(f"  {what:<16} {undertow} {command}")
