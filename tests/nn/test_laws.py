@@ -263,3 +263,14 @@ def test_bfloat16_cut_or_whole(kind: str) -> None:
     assert whole.dtype == torch.bfloat16
     assert_close(torch.cat([first, second], dim=1), whole, rtol=2e-2, atol=2e-2)
     assert_close(last.c, end.c, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("padded", [False, True])
+def test_no_more_is_remembered_than_the_window(window: int, padded: bool) -> None:
+    layers, state = SRUpp(4, 4, 2, attention_window=window), None
+    for _ in range(3):
+        padding = torch.rand(5, 2) < 0.4 if padded else None
+        _, state = layers(torch.randn(5, 2, 4), state, padding_mask=padding)
+    assert state is not None
+    assert [m.shape[1] for m in state.memory if m is not None] == [window]

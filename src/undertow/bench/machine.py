@@ -48,13 +48,6 @@ def _memory_gib() -> float | None:
         return None
 
 
-def copy_bandwidth(nbytes: int = 1 << 28) -> float:
-    """Bytes a second that a plain copy reads and writes together, for a buffer too large for any cache."""
-    source = torch.ones(nbytes // 4)
-    target = torch.empty_like(source)
-    return 2 * nbytes / seconds(lambda: target.copy_(source), repeats=7)
-
-
 @lru_cache(maxsize=256)
 def product_seconds(product: Product, dtype: torch.dtype = torch.float32) -> float:
     """The time of one matrix product, its output in place."""

@@ -50,18 +50,14 @@ class Config:
 
 def run(config: Config) -> None:
     """Evaluate and print a table."""
-    import torch
-
-    from undertow.cli.train import load_model, saved_model
+    from undertow.cli.train import choose_device, load_model, saved_model
     from undertow.evaluate import evaluate
 
     if config.model is None:
         raise ValueError("which model? undertow eval MODEL_FOLDER --data TEXT")
     place = saved_model(config.model)
     store = text_store(config, place)
-    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {device} was asked for, and torch finds no CUDA device")
+    device = choose_device(config.device)
     result = evaluate(
         load_model(place, device),
         store,

@@ -64,15 +64,13 @@ def run(config: Config) -> int:
     """Generate; 0, or 130 after Ctrl-C."""
     import torch
 
-    from undertow.cli.train import load_model, saved_model
+    from undertow.cli.train import choose_device, load_model, saved_model
     from undertow.data import TextDecoder, load_tokenizer
 
     if config.model is None:
         raise ValueError("which model? undertow generate MODEL_FOLDER PROMPT")
     place = saved_model(config.model)
-    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {device} was asked for, and torch finds no CUDA device")
+    device = choose_device(config.device)
     prompt = _prompt(config)
     tokenizer = load_tokenizer(config.tokenizer or place)
     ids = _encode(prompt, tokenizer)

@@ -194,6 +194,20 @@ def load_model(place: str, device: str | None = None) -> nn.Module:
     return model.to(device) if device is not None else model
 
 
+def choose_device(name: str | None) -> str:
+    """The device asked for, or a GPU where there is one.
+
+    Raises:
+        ValueError: a CUDA device, and torch finds none.
+    """
+    import torch
+
+    device = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device {device} was asked for, and torch finds no CUDA device")
+    return device
+
+
 def free_name(config: Config) -> Path:
     """``runs/NAME-N``: the first of the numbers for which there is no folder."""
     first = config.data[0] if config.data else "text"

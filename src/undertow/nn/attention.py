@@ -133,6 +133,46 @@ def _row_blocks(
     return blocks
 
 
+def remembered(
+    size: int,
+    length: int,
+    past: int,
+    *,
+    past_valid: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    resets: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Which positions are remembered after a piece of text: the last `size` that the next piece may attend to.
+
+    Args:
+        size: n, at most M + T.
+        length, past, past_valid, padding_mask, resets: as for `WindowMask.build`.
+
+    Returns:
+        (B, n) bool, true where what is remembered counts (real, and of the document that goes on); and (B, n), which
+        of the M + T positions to keep. Without padding the second is None: the last n. With neither padding, resets nor
+        `past_valid` the first is None, too: all count.
+    """
+    given = [mask for mask in (past_valid, padding_mask, resets) if mask is not None]
+    if not given:
+        return None, None
+    none = torch.zeros(given[0].shape[0], past + length, dtype=torch.bool, device=given[0].device)
+    before, present = none[:, :past], none[:, past:]
+    valid = torch.cat(
+        [~before if past_valid is None else past_valid, ~present if padding_mask is None else ~padding_mask], dim=1
+    )  # (B, M + T)
+    if resets is not None:
+        # Nothing will look back into a document that has ended.
+        document = torch.cat([before, resets], dim=1).cumsum(1)
+        valid = valid & (document == document[:, -1:])
+    first = past + length - size
+    if padding_mask is None:
+        return valid[:, first:], None
+    # Real positions move to the right, in order, so that padding takes nobody's place in the window.
+    order = valid.to(torch.uint8).argsort(dim=1, stable=True)[:, first:]
+    return valid.gather(1, order), order
+
+
 def attend(
     q: Tensor,
     k: Tensor,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undertow.nn.attention import WindowMask
+from undertow.nn.attention import WindowMask, remembered
 from undertow.nn.stack import Batch
 
 
@@ -60,26 +60,18 @@ class Memory:
         """The memory after the batch: its last `window` real positions, or all there are."""
         pairs = zip(self.layers, inputs, strict=True)
         layers = [x if m is None or x is None else torch.cat([m, x], dim=1) for m, x in pairs]
-        if self.forgotten is None and batch.padding_mask is None and batch.resets is None:
-            return Memory(tuple(x if x is None or window is None else x[:, -window:] for x in layers), None)
-
-        B, T, _ = batch.x.shape
-        none = torch.zeros(B, self.length + T, dtype=torch.bool, device=batch.x.device)
-        before, present = none[:, : self.length], none[:, self.length :]
-        forgotten = torch.cat(
-            [
-                before if self.forgotten is None else self.forgotten,
-                present if batch.padding_mask is None else batch.padding_mask,
-            ],
-            dim=1,
-        )  # (B, M+T)
-        if batch.resets is not None:
-            # Nothing will look back into a document that has ended.
-            document = torch.cat([before, batch.resets], dim=1).cumsum(1)
-            forgotten = forgotten | (document < document[:, -1:])
-        if window is None:
-            return Memory(tuple(layers), forgotten)
-        # Real positions move to the right, in order, so that padding takes none of the window's places.
-        last = (~forgotten).to(torch.uint8).argsort(dim=1, stable=True)[:, -window:]
-        layers = [None if x is None else x.take_along_dim(last.unsqueeze(-1), dim=1) for x in layers]
-        return Memory(tuple(layers), forgotten.gather(1, last))
+        total = self.length + batch.x.shape[1]
+        size = total if window is None else min(window, total)
+        valid, order = remembered(
+            size,
+            batch.x.shape[1],
+            self.length,
+            past_valid=None if self.forgotten is None else ~self.forgotten,
+            padding_mask=batch.padding_mask,
+            resets=batch.resets,
+        )
+        if order is None:
+            kept = tuple(None if x is None else x[:, total - size :] for x in layers)
+        else:
+            kept = tuple(None if x is None else x.take_along_dim(order.unsqueeze(-1), dim=1) for x in layers)
+        return Memory(kept, None if valid is None else ~valid)

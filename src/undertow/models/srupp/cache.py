@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionAndSlidingWindowAttentionLayer, LinearAttentionLayer
 
+from ...nn.attention import remembered
 from .configuration import SRUppConfig
 
 # Sizes of a model that a state has to fit, and nothing else of its configuration.
@@ -166,14 +167,14 @@ class SRUppCache(Cache):
         past = self.past
         attends = any(new is not None for new in keys_values)
         size = min(past + length, self.config.attention_window) if attends else 0
-        keep, order = self._kept(past, length, size, padding_mask, resets)
+        valid, order = remembered(size, length, past, past_valid=self.valid, padding_mask=padding_mask, resets=resets)
         for layer, c_i, new in zip(self.layers, c, keys_values, strict=True):
             layer.update_recurrent_state(c_i)
             if new is not None:
                 layer.put("keys", _last(layer.keys, new[0], size, order))
                 layer.put("values", _last(layer.values, new[1], size, order))
                 layer.cumulative_length += length
-        self.valid = keep
+        self.valid = None if valid is None or bool(valid.all()) else valid
         if input_ids is None or (self.tail is None and self.seen_tokens):
             self.tail = None
         else:
@@ -186,30 +187,6 @@ class SRUppCache(Cache):
         if self.tail is None or input_ids.shape[1] <= n or input_ids.shape[0] != self.tail.shape[0]:
             return self.tail is None and input_ids.shape[1] > n
         return torch.equal(input_ids[:, n - self.tail.shape[1] : n], self.tail.to(input_ids.device))
-
-    def _kept(
-        self, past: int, length: int, size: int, padding_mask: Tensor | None, resets: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Which of the `size` positions kept are real (B, size), and which of all M + T they are (None: the last)."""
-        if padding_mask is None and resets is None and self.valid is None:
-            return None, None
-        given = next(mask for mask in (padding_mask, resets, self.valid) if mask is not None)
-        batch, device = given.shape[0], given.device
-        old = torch.ones(batch, past, dtype=torch.bool, device=device) if self.valid is None else self.valid
-        new = torch.ones(batch, length, dtype=torch.bool, device=device) if padding_mask is None else ~padding_mask
-        valid = torch.cat([old, new], dim=1)  # (B, M + T)
-        if resets is not None:
-            last = resets.flip(1).cumsum(1).flip(1) - resets.long() == 0  # no reset after this position
-            started = resets.any(1, keepdim=True)
-            valid = valid & torch.cat([~started.expand(-1, past), last], dim=1)
-        order = None
-        if padding_mask is not None:
-            # Real positions to the right, in their order, so that padding takes nobody's place in the window.
-            order = valid.int().argsort(dim=1, stable=True)[:, past + length - size :]
-            valid = valid.gather(1, order)
-        else:
-            valid = valid[:, past + length - size :]
-        return (None if bool(valid.all()) else valid), order
 
     # -- what its owner does with it -----------------------------------------------------------------------------
 
