@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.train.conftest import close, records, small_config, small_model
@@ -310,6 +311,109 @@ def test_only_the_newest_checkpoints_stay(go: Go, tmp_path: Path) -> None:
         "step-00000009",
         "step-00000012",
     ]
+
+
+# -- a model of which only a part is trained ---------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A pretrained model, kept as it is, with something small and trained around it."""
+
+    def __init__(self, seed: int = 1, silent: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base = small_model()
+        self.base.requires_grad_(False)
+        self.bias = nn.Parameter(torch.zeros(257))
+        self.config = self.base.config
+        self.silent = silent
+
+    def forward(self, input_ids: Tensor, shift_labels: Any = None, labels: Any = None, **given: Any) -> Any:
+        out = self.base(input_ids=input_ids, **given)
+        logits = out.logits + self.bias
+        if shift_labels is None or not self.silent:
+            return SimpleNamespace(logits=logits, cache=out.cache, loss=None)
+        count = given["num_items_in_batch"]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="sum") / count
+        return SimpleNamespace(logits=None, cache=out.cache, loss=loss)
+
+    def new_cache(self) -> Any:
+        return self.base.new_cache()
+
+    def save_pretrained(self, folder: Path) -> None:
+        save_file({"bias": self.bias.detach()}, folder / "model.safetensors")
+
+
+class Resetting(Adapted):
+    """The same, with the state carried."""
+
+    def forward(self, input_ids: Tensor, resets: Any = None, **given: Any) -> Any:  # type: ignore[override]
+        return super().forward(input_ids, resets=resets, **given)
+
+
+def test_what_is_frozen_stays_and_is_not_written(go: Go, tmp_path: Path) -> None:
+    model = Resetting()
+    before = {name: p.clone() for name, p in model.base.named_parameters()}
+    whole = go("whole", model=model)
+    assert all(torch.equal(before[name], p) for name, p in model.base.named_parameters())
+    assert whole.trainable == 257
+    assert whole.parameters == 257 + sum(p.numel() for p in before.values())
+    assert json.loads((tmp_path / "whole" / "summary.json").read_text())["trainable_parameters"] == 257
+    last = tmp_path / "whole" / "checkpoints" / "step-00000012"
+    assert load_file(last / "model.safetensors").keys() == {"bias"}
+    moments = torch.load(last / "trainer.pt", weights_only=True)["optimizer"]["state"]
+    assert sum(m["exp_avg"].numel() for m in moments.values()) == 257
+    for step in (3, 9):
+        shutil.copytree(tmp_path / "whole", tmp_path / f"from {step}")
+        for later in checkpoint.steps_in(tmp_path / f"from {step}" / "checkpoints"):
+            if checkpoint.step_of(later) > step:
+                shutil.rmtree(later)
+        go(f"from {step}", model=Resetting(), resume=True)
+        assert records(tmp_path / f"from {step}") == records(tmp_path / "whole")
+
+
+def test_other_frozen_weights_are_refused(go: Go, tmp_path: Path) -> None:
+    go("run", model=Resetting(), steps=3)
+    other = Resetting()
+    with torch.no_grad():
+        other.base.lm_head.weight[3, 4] += 1e-3
+    with pytest.raises(CheckpointError, match="weights that are not trained are others"):
+        go("run", model=other, steps=6, resume=True)
+    thawed = Resetting()
+    thawed.base.lm_head.weight.requires_grad_(True)
+    with pytest.raises(CheckpointError, match="weights that are not trained are others"):
+        go("run", model=thawed, steps=6, resume=True)
+
+
+def test_a_loss_without_logits_is_the_models_word(go: Go, tmp_path: Path) -> None:
+    go("logits", model=Resetting())
+    go("silent", model=Resetting(silent=True))
+    assert close(records(tmp_path / "silent"), records(tmp_path / "logits"), rel=1e-5)
+
+
+class Silent(nn.Module):
+    """Neither logits nor loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return SimpleNamespace(logits=None)
+
+
+def test_neither_logits_nor_loss(go: Go) -> None:
+    with pytest.raises(ValueError, match="Silent returned neither logits nor a loss"):
+        go("run", model=Silent())
+
+
+def test_settings_given_anew_count_when_a_run_goes_on(go: Go, tmp_path: Path) -> None:
+    """Not those that the optimiser had when it was saved."""
+    for name, changes in (("a", {}), ("b", {"weight_decay": 50.0}), ("c", {"beta2": 0.5})):
+        go(name, model=small_model(), steps=3)
+        go(name, model=small_model(), steps=6, resume=True, **changes)
+    finals = [records(tmp_path / name)[-1][3] for name in "abc"]
+    assert len(set(finals)) == 3
 
 
 # -- bad input and bad luck ------------------------------------------------------------------------------------------

@@ -126,3 +126,28 @@ def test_fused_radam_is_torchs(dtype: torch.dtype, beta2: float) -> None:
             optimizer.step()
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_a_base_inside_the_model_has_a_pace_of_its_own() -> None:
+    """The recurrence at 1e-2, what it was added to at 1e-3, each with and without decay."""
+
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = small_model()
+            self.own = nn.Linear(3, 3)
+            self.base.model.embed_tokens.weight.requires_grad_(False)
+
+    model = Added()
+    config = TrainConfig(learning_rate=1e-2, base_learning_rate=1e-3)
+    groups = make_optimizer(model, config).param_groups
+    assert [(g["lr"], g["pace"], g["weight_decay"]) for g in groups] == [
+        (1e-2, 1.0, 0.1), (1e-2, 1.0, 0.0), (1e-3, 0.1, 0.1), (1e-3, 0.1, 0.0),
+    ]  # fmt: skip
+    assert groups[0]["params"] == [model.own.weight]
+    assert groups[1]["params"] == [model.own.bias]
+    grouped = {id(p) for group in groups for p in group["params"]}
+    assert grouped == {id(p) for p in model.parameters() if p.requires_grad}
+    assert {g["lr"] for g in make_optimizer(model, TrainConfig(learning_rate=1e-2)).param_groups} == {1e-2}
+    with pytest.raises(ValueError, match="base_learning_rate should be above 0"):
+        TrainConfig(base_learning_rate=0.0)

@@ -164,6 +164,7 @@ def evaluate(
                     attention_mask=None if piece.attention_mask is None else piece.attention_mask.to(place),
                 )
                 state = reading.state if stateful else None
+                assert reading.logits is not None  # only a model that was given labels may leave them out
                 nll += float(token_nll(reading.logits, piece.targets.to(place)).cpu().double().sum())
                 targets += piece.scored
                 assert piece.documents is not None

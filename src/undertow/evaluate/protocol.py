@@ -4,12 +4,16 @@ A causal language model here is a module that is called as Hugging Face models a
 ``model(input_ids=..., attention_mask=..., cache=state, use_cache=True)``, and returns ``.logits`` (B, T, V). It
 *carries a state* where its ``forward`` takes ``resets`` (B, T), which say where a new document starts: then
 ``.cache`` is given back to it with the next piece. Any other model reads every window on its own.
+
+A model that adds to a pretrained one keeps that as ``.base``. One that computes its loss bit by bit, never holding all
+logits at once, returns ``.logits`` None with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,11 +39,21 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def base_of(model: nn.Module) -> nn.Module | None:
+    """The pretrained model inside one that adds to it, None where there is none."""
+    base = getattr(unwrap(model), "base", None)
+    return base if isinstance(base, nn.Module) else None
+
+
 @dataclass
 class Reading:
-    """What reading a piece gave: ``logits`` (B, T, V), the state after it, the loss where the model computed it."""
+    """What reading a piece gave.
 
-    logits: Tensor
+    ``logits`` (B, T, V), None only where the model computed the loss without ever holding all of them; the state after
+    the piece; the loss where the model computed it.
+    """
+
+    logits: Tensor | None
     state: Any
     loss: Tensor | None
 
@@ -73,6 +87,18 @@ def read(
         given["use_cache"] = False
     out = model(**given)
     return Reading(out.logits, out.cache if stateful else None, getattr(out, "loss", None))
+
+
+def load_state(model: nn.Module, path: str | os.PathLike[str]) -> Any:
+    """The state that a model's state wrote to a file with ``save``, where the model is.
+
+    Raises:
+        ValueError: the model carries no state; the file is damaged, no state, or the state of another model.
+    """
+    plain: Any = unwrap(model)
+    if not carries_state(plain):
+        raise ValueError(f"{type(plain).__name__} carries no state, so {path} cannot be one of its states")
+    return type(plain.new_cache()).load(path, plain).to(next(plain.parameters()).device)
 
 
 def token_nll(logits: Tensor, targets: Tensor) -> Tensor:

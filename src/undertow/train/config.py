@@ -30,6 +30,9 @@ class TrainConfig:
     """AdamW, or RAdam, with decoupled weight decay (the papers' choice, for long runs: it starts slowly)."""
     learning_rate: float = 4e-3
     """The highest learning rate. Larger models want less: the paper trains 100M parameters with 3e-4."""
+    base_learning_rate: float | None = None
+    """The same for what is trained of a pretrained base inside the model (LoRA, or its own weights); by default
+    learning_rate. It follows the same schedule."""
     weight_decay: float = 0.1
     """Decoupled weight decay: each step multiplies the weights by 1 - learning_rate * weight_decay."""
     decay: Literal["matrices", "all"] = "matrices"
@@ -85,6 +88,8 @@ class TrainConfig:
             raise ValueError(f"minutes should be above 0, not {self.minutes}")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate should be above 0, not {self.learning_rate}")
+        if self.base_learning_rate is not None and not self.base_learning_rate > 0:
+            raise ValueError(f"base_learning_rate should be above 0, not {self.base_learning_rate}")
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(f"min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}")
         for name in ("beta1", "beta2"):
@@ -104,6 +109,6 @@ class TrainConfig:
 BOUND = ("batch_size", "window", "optimizer", "decay", "seed", "carry_state")
 # What may change, at the price that the run is no longer the one that would have gone on.
 LOOSE = (
-    "learning_rate", "weight_decay", "beta1", "beta2", "eps", "schedule", "warmup", "min_learning_rate", "clip",
-    "precision", "steps", "minutes",
+    "learning_rate", "base_learning_rate", "weight_decay", "beta1", "beta2", "eps", "schedule", "warmup",
+    "min_learning_rate", "clip", "precision", "steps", "minutes",
 )  # fmt: skip

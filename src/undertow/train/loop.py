@@ -26,15 +26,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, gather_object
 from safetensors import SafetensorError
-from safetensors.torch import load_model, save_model
+from safetensors.torch import load_model, save_file, save_model
 from torch import Tensor, nn
 
 from undertow.evaluate.evaluator import EvalResult, evaluate
-from undertow.evaluate.protocol import carries_state, read, token_nll, unwrap
+from undertow.evaluate.protocol import carries_state, load_state, read, token_nll, unwrap
 from undertow.train import checkpoint
 from undertow.train.checkpoint import CheckpointError
 from undertow.train.config import BOUND, LOOSE, TrainConfig
-from undertow.train.optim import learning_rate, make_optimizer, progress
+from undertow.train.optim import learning_rate, load_optimizer, make_optimizer, progress
 from undertow.train.progress import Talk, duration, rate, silent_bars
 
 try:
@@ -59,6 +59,8 @@ class TrainResult:
     loss: float | None
     best: dict[str, Any] | None
     parameters: int
+    trainable: int
+    """Parameters that were trained; the others were left as they came."""
     interrupted: int | None = None
     """The number of the signal that stopped the run, None where it reached its end."""
 
@@ -75,6 +77,7 @@ def train(
     overwrite: bool = False,
     record: dict[str, Any] | None = None,
     quiet: bool = False,
+    command: str = "train",
 ) -> TrainResult:
     """Train a causal language model by truncated back-propagation, its state carried from piece to piece.
 
@@ -86,7 +89,8 @@ def train(
 
     The folder ``out`` gets ``config.yaml``, ``metrics.jsonl`` (one JSON object a line), ``checkpoints/``, ``best/``
     (a folder for ``from_pretrained``, with the tokenizer: the weights with the lowest validation loss, or the last
-    ones without validation), ``tensorboard/`` and at the end ``summary.json``.
+    ones without validation), ``tensorboard/`` and at the end ``summary.json``. Parameters that take no gradient when
+    training begins are not trained, and not written into checkpoints either: whoever resumes gives them again.
 
     Args:
         model: see :mod:`undertow.evaluate.protocol`; trained in place. At the end it holds the last weights.
@@ -100,6 +104,7 @@ def train(
         overwrite: remove the run that is in ``out`` first.
         record: what to write as ``config.yaml``; by default ``config``.
         quiet: no progress on the terminal.
+        command: the command of undertow to name when telling how a run that was stopped goes on.
 
     Raises:
         FileExistsError: ``out`` is not empty and neither resume nor overwrite was asked for.
@@ -108,7 +113,7 @@ def train(
         ValueError: shapes, vocabulary or batch sizes that do not fit; text shorter than one window.
         OSError: a checkpoint could not be written; those before it stand.
     """
-    run = _Run(model, train_store, config, Path(out), valid_store, tokenizer, quiet)
+    run = _Run(model, train_store, config, Path(out), valid_store, tokenizer, quiet, command)
     check_out(run.out, bool(resume), overwrite)
     run.accelerator.wait_for_everyone()
     with _alone_in(run.out, run.main), _catch_signals() as stop:
@@ -154,9 +159,11 @@ class _Run:
         valid_store: Any,
         tokenizer: Any,
         quiet: bool,
+        command: str,
     ) -> None:
         from undertow.data.stream import Stream
 
+        self.command = command
         self.config, self.out, self.valid_store, self.tokenizer = config, out, valid_store, tokenizer
         self.store = train_store
         self.accelerator = _accelerator(config, out)
@@ -186,6 +193,8 @@ class _Run:
         self.optimizer = make_optimizer(self.plain, config)
         self.trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.parameters = sum(p.numel() for p in self.plain.parameters())
+        self.trainable = sum(p.numel() for p in self.trained)
+        self.frozen = _digest({name: p for name, p in self.plain.named_parameters() if not p.requires_grad})
         self.talk = Talk(config.steps if config.minutes is None else None, quiet or not self.main)
         self.metrics: Any = None
         # Whether the loss may be left to the model; None: to be found out at the first piece.
@@ -227,7 +236,7 @@ class _Run:
         loss = self.last["loss"] if self.last else None
         number = stop.number or (signal.SIGTERM if stopped else None)
         return TrainResult(
-            self.out, self.step, self.tokens, self.seconds, loss, self.best, self.parameters,
+            self.out, self.step, self.tokens, self.seconds, loss, self.best, self.parameters, self.trainable,
             number if stopped else None,
         )  # fmt: skip
 
@@ -241,7 +250,7 @@ class _Run:
             targets = int(self._sum(targets))
         lr = learning_rate(config, self.step, self.seconds)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["pace"]
         self.model.train()
         losses: list[Tensor] = []
         for index in range(self.groups):
@@ -281,6 +290,11 @@ class _Run:
         if self.stateful:
             reading.state.detach_()
             self.states[index] = reading.state
+        if reading.logits is None:
+            # A model that leaves the logits out has made the loss of the labels as they are; there is nothing to check.
+            if reading.loss is None:
+                raise ValueError(f"{type(self.plain).__name__} returned neither logits nor a loss")
+            return reading.loss
         if self.own_loss is None or self.own_loss is False or reading.loss is None:
             from_logits = token_nll(reading.logits, targets).sum() / count
             if self.own_loss is None and reading.loss is not None:
@@ -371,7 +385,7 @@ class _Run:
                 else "nothing to save yet"
             )
         )
-        words = ["undertow", "train", "--config", str(self.out / "config.yaml"), "--resume"]
+        words = ["undertow", self.command, "--config", str(self.out / "config.yaml"), "--resume"]
         if "out" not in self.record:
             words += ["--out", str(self.out)]
         command = shlex.join(words) if "data" in self.record else "train(..., resume=True)"
@@ -452,7 +466,7 @@ class _Run:
             "rng": _random_state(),
         }
         writers: dict[str, Callable[[Path], object]] = {
-            "model.safetensors": lambda path: save_model(self.plain, str(path)),
+            "model.safetensors": self._save_weights,
             "trainer.pt": lambda path: torch.save(position, path),
         }
         for group, data in states:
@@ -464,6 +478,22 @@ class _Run:
             good = checkpoint.newest_good(folder)
             stands = f"the last good checkpoint stands: {good}" if good else "there is no checkpoint before it"
             raise OSError(f"{error}\n{stands}") from error
+
+    def _save_weights(self, path: Path) -> None:
+        """What training changes: all of a model that trains as a whole, else its trained parameters and its buffers."""
+        if self.frozen is None:
+            save_model(self.plain, str(path))
+            return
+        kept: dict[str, Tensor] = {name: p for name, p in self.plain.named_parameters() if p.requires_grad}
+        there = self.plain.state_dict().keys()
+        kept |= {name: b for name, b in self.plain.named_buffers() if name in there}
+        save_file({name: tensor.detach().contiguous() for name, tensor in kept.items()}, path)
+
+    def _load_weights(self, path: Path) -> None:
+        missing, unexpected = load_model(self.plain, str(path), strict=False)
+        frozen = {name for name, p in self.plain.named_parameters() if not p.requires_grad}
+        if unfit := [*(set(missing) - frozen), *unexpected]:
+            raise CheckpointError(f"checkpoint {path.parent} does not fit the model: {sorted(unfit)[:3]}")
 
     def _facts(self) -> dict[str, Any]:
         """What a run has to have in common with a checkpoint to go on from it."""
@@ -482,6 +512,7 @@ class _Run:
             "model_class": type(self.plain).__name__,
             "model": json.loads(json.dumps(described, default=str)),
             "shapes": shapes,
+            "frozen": self.frozen,
             "data": self.store.content,
         }
 
@@ -502,6 +533,8 @@ class _Run:
             names = sorted(theirs["shapes"].keys() | ours["shapes"].keys())
             name = next(n for n in names if theirs["shapes"].get(n) != ours["shapes"].get(n))
             other.append(f"{name} has shape {theirs['shapes'].get(name)} there, {ours['shapes'].get(name)} here")
+        if not other and theirs.get("frozen") != ours["frozen"]:
+            other.append("the weights that are not trained are others there than here")
         other += [
             f"{name} {theirs['train'].get(name)} there, {ours['train'][name]} here"
             for name in BOUND
@@ -569,18 +602,15 @@ class _Run:
         path, manifest = checkpoint.choose(folder, which)
         changed = self._fits(path, manifest)
         position = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True)
-        missing, unexpected = load_model(self.plain, str(path / "model.safetensors"), strict=False)
-        if missing or unexpected:
-            raise CheckpointError(f"checkpoint {path} does not fit the model: {[*missing, *unexpected][:3]}")
-        self.optimizer.load_state_dict(position["optimizer"])
+        self._load_weights(path / "model.safetensors")
+        load_optimizer(self.optimizer, position["optimizer"])
         self.stream.load_state_dict(position["stream"])
         for name in ("step", "tokens", "seconds", "since", "evaluated", "best", "last"):
             setattr(self, name, position[name])
         if self.stateful:
-            kind = self._state_kind()
             for index in range(self.groups):
                 file = path / f"state-{self.rank * self.groups + index:04d}.safetensors"
-                self.states[index] = kind.load(file, self.plain.config, self.device)
+                self.states[index] = load_state(self.plain, file)
         _set_random_state(position["rng"])
         self.resumed = self.step
         self.accelerator.wait_for_everyone()
@@ -595,13 +625,6 @@ class _Run:
             if changed:
                 self.talk.line(f"not the same course as before: {', '.join(changed)}")
 
-    def _state_kind(self) -> Any:
-        """The class of the model's state: asked of the model itself, with one token."""
-        self.plain.eval()
-        with torch.no_grad():
-            ids = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-            return type(read(self.plain, ids, resets=torch.zeros_like(ids, dtype=torch.bool)).state)
-
     def _finish(self) -> None:
         if not self.main:
             return
@@ -609,6 +632,7 @@ class _Run:
             self._save_best()
         summary = {
             "parameters": self.parameters,
+            "trainable_parameters": self.trainable,
             "steps": self.step,
             "tokens": self.tokens,
             "seconds": round(self.seconds, 3),
@@ -627,7 +651,7 @@ class _Run:
             best = f", best valid {self.best[f'bits_per_{unit}']:.4f} bits/{unit}"
         self.talk.line(
             f"done: {self.step} steps, {self.tokens} tokens in {duration(self.seconds)}, "
-            f"{rate(summary['tokens_per_second'])}{best}; model: {self.out / 'best'}"  # type: ignore[arg-type]
+            f"{rate(summary['tokens_per_second'])}{best}; model: {self.out / 'best'}"
         )
 
     def close(self) -> None:
@@ -712,6 +736,18 @@ def _split(config: TrainConfig, world: int) -> tuple[int, int]:
     if share % rows:
         raise ValueError(f"the {share} rows a device has to read are not divisible by micro_batch_size {rows}")
     return share // rows, rows
+
+
+def _digest(tensors: dict[str, Tensor]) -> str | None:
+    """A digest of names and contents; None of nothing."""
+    if not tensors:
+        return None
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _takes_targets(model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
+from undertow.evaluate.protocol import base_of
 from undertow.train.config import TrainConfig
 
 
@@ -17,19 +18,26 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
     RAdam: Liu et al., arXiv 1908.03265; torch's own default there is L2 regularisation, which is why it is asked for
     ``decoupled_weight_decay``. AdamW: Loshchilov and Hutter, arXiv 1711.05101.
+
+    Each group holds as ``pace`` what its learning rate is of ``config.learning_rate``: 1, and for the parameters of a
+    pretrained base inside the model ``base_learning_rate / learning_rate``.
     """
-    decayed: list[nn.Parameter] = []
-    free: list[nn.Parameter] = []
+    base = base_of(model)
+    of_base = set() if base is None else {id(parameter) for parameter in base.parameters()}
+    base_pace = 1.0 if config.base_learning_rate is None else config.base_learning_rate / config.learning_rate
+    kinds = [(pace, decay) for pace in (1.0, base_pace) for decay in (config.weight_decay, 0.0)]
+    members: list[list[nn.Parameter]] = [[] for _ in kinds]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (decayed if config.decay == "all" or _is_matrix(name, parameter) else free).append(parameter)
-    if not decayed and not free:
-        raise ValueError("the model has no trainable parameter")
+            decays = config.decay == "all" or _is_matrix(name, parameter)
+            members[2 * (id(parameter) in of_base) + (not decays)].append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": parameters, "weight_decay": decay}
-        for parameters, decay in ((decayed, config.weight_decay), (free, 0.0))
+        {"params": parameters, "lr": config.learning_rate * pace, "weight_decay": decay, "pace": pace}
+        for parameters, (pace, decay) in zip(members, kinds, strict=True)
         if parameters
     ]
+    if not groups:
+        raise ValueError("the model has no trainable parameter")
     betas = (config.beta1, config.beta2)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
@@ -98,6 +106,14 @@ def _rectification(step: int, beta2: float) -> float | None:
     if length <= 5:
         return None
     return math.sqrt((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length))
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Take up what an optimiser has gathered (moments, steps), under the present settings instead of those of then."""
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
 
 
 def _is_matrix(name: str, parameter: nn.Parameter) -> bool:

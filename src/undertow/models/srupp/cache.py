@@ -280,12 +280,13 @@ class SRUppCache(Cache):
         save_file({k: t.detach().contiguous() for k, t in tensors.items()}, path, {"srupp_state": json.dumps(meta)})
 
     @classmethod
-    def load(cls, path: str | Path, config: SRUppConfig, device: torch.device | str = "cpu") -> SRUppCache:
-        """Read a state that `save` wrote, for a model with `config`.
+    def load(cls, path: str | Path, model: Any, device: torch.device | str = "cpu") -> SRUppCache:
+        """Read a state that `save` wrote, for a model (or for any with its configuration).
 
         Raises:
             ValueError: the file is damaged, no state, or the state of a model of other sizes.
         """
+        config = model if isinstance(model, SRUppConfig) else model.config
         state = cls(config)
         try:
             with safe_open(path, "pt", device=str(device)) as file:

@@ -294,6 +294,10 @@ class SRUppForCausalLM(SRUppPreTrainedModel, GenerationMixin):
             loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
         )
 
+    def new_cache(self) -> SRUppCache:
+        """The state of a text of which nothing has been read."""
+        return SRUppCache(self.config)
+
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
