@@ -4,6 +4,9 @@
     from undertow.models import SRUppConfig, SRUppForCausalLM
     from undertow.ops import recurrence                     # the elementwise recurrence alone
 
+    model = undertow.add_recurrence(model, undertow.RecurrenceConfig(window=256))   # any Hugging Face causal LM
+    model = undertow.load_recurrent("adapter/")
+
 Importing the package is light: what needs transformers, accelerate or matplotlib loads when first used.
 """
 
@@ -13,24 +16,40 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from undertow import data, evaluate, models, nn, ops, report, train
+    from undertow import data, evaluate, models, nn, ops, report, retrofit, train
     from undertow.models import SRUppCache, SRUppConfig, SRUppForCausalLM
+    from undertow.retrofit import (
+        RecurrenceConfig,
+        RecurrentCache,
+        RecurrentForCausalLM,
+        add_recurrence,
+        load_recurrent,
+    )
 
 __version__ = "0.1.0"
 
-_ROOMS = ("data", "evaluate", "models", "nn", "ops", "report", "train")
-_EXPORTS = dict.fromkeys(("SRUppCache", "SRUppConfig", "SRUppForCausalLM"), "undertow.models")
+_ROOMS = ("data", "evaluate", "models", "nn", "ops", "report", "retrofit", "train")
+_EXPORTS = dict.fromkeys(("SRUppCache", "SRUppConfig", "SRUppForCausalLM"), "undertow.models") | dict.fromkeys(
+    ("RecurrenceConfig", "RecurrentCache", "RecurrentForCausalLM", "add_recurrence", "load_recurrent"),
+    "undertow.retrofit",
+)
 
 __all__ = [
+    "RecurrenceConfig",
+    "RecurrentCache",
+    "RecurrentForCausalLM",
     "SRUppCache",
     "SRUppConfig",
     "SRUppForCausalLM",
+    "add_recurrence",
     "data",
     "evaluate",
+    "load_recurrent",
     "models",
     "nn",
     "ops",
     "report",
+    "retrofit",
     "train",
 ]
 

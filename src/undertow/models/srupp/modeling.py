@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from ...nn import SRUppCell
 from ...nn.attention import WindowMask
+from ..generation import StatefulGeneration
 from .cache import SRUppCache
 from .configuration import SRUppConfig
 
@@ -211,7 +212,7 @@ def _resets(resets: Tensor | None, B: int, T: int, padding_mask: Tensor | None) 
     return resets if bool(resets.any()) else None
 
 
-class SRUppForCausalLM(SRUppPreTrainedModel, GenerationMixin):
+class SRUppForCausalLM(SRUppPreTrainedModel, StatefulGeneration, GenerationMixin):
     """An SRU++ language model (Lei 2021, arXiv 2102.12459).
 
     Reads text of any length in pieces: what `cache` holds is all that passes from one to the next, and cutting the text
@@ -297,46 +298,3 @@ class SRUppForCausalLM(SRUppPreTrainedModel, GenerationMixin):
     def new_cache(self) -> SRUppCache:
         """The state of a text of which nothing has been read."""
         return SRUppCache(self.config)
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        *,
-        next_sequence_length: int | None = None,
-        cache: SRUppCache | None = None,
-        resets: Tensor | None = None,
-        is_first_iteration: bool = False,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """As in transformers, but what follows a given state may be passed alone, without the text that it has read.
-
-        (transformers wants the whole text, or an attention mask as long as it, and else drops as many tokens as were
-        read.) Document starts belong to the prompt.
-        """
-        if is_first_iteration and cache is not None and cache.seen_tokens and not cache.starts(input_ids):
-            next_sequence_length = None
-        inputs = super().prepare_inputs_for_generation(
-            input_ids,
-            next_sequence_length=next_sequence_length,
-            cache=cache,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
-        if resets is not None and is_first_iteration:
-            inputs["resets"] = resets[:, resets.shape[1] - inputs["input_ids"].shape[1] :]
-        return inputs
-
-    def _prepare_cache_for_generation(  # type: ignore[override]
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        if generation_config.cache_implementation is not None:
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} does not apply: "
-                "SRU++ has a state of its own kind; leave it out"
-            )
-        if generation_config.use_cache is False:
-            return
-        if model_kwargs.get("cache") is None:
-            model_kwargs["cache"] = SRUppCache(self.config)
-        else:
-            model_kwargs["cache"]._is_user_defined = True

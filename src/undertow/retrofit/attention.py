@@ -1,0 +1,403 @@
+"""The base's attention, window by window: registered with transformers, so that no model code is touched.
+
+While a recurrent model reads, its base's attention is called ``undertow``. The mask function registered under that name
+hands every layer a `View` in place of a mask: the layer's own rule (causal, local) applied to where the tokens stand in
+the text. The attention function finds there what is remembered. Keys arrive *un-rotated*, since the layer is given a
+rotation by nothing; they are remembered so, and rotated here by the numbers that the window policy gives them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .config import Settings
+from .windows import Grid, in_window, number
+
+NAME = "undertow"
+
+
+class Unrotated(tuple[Tensor, Tensor]):
+    """Cosines of 1 and sines of 0 for a layer that rotates its queries and keys; remembers whether it did."""
+
+    used: bool
+
+    @classmethod
+    def like(cls, table: tuple[Tensor, Tensor]) -> Unrotated:
+        """For a layer that was to be given `table`, cos and sin of (1, R, r)."""
+        cos, sin = (t[:, :1] for t in table)
+        made = cls((torch.ones_like(cos), torch.zeros_like(sin)))
+        made.used = False
+        return made
+
+    def __iter__(self) -> Iterator[Any]:
+        self.used = True
+        return super().__iter__()
+
+
+@dataclass
+class Layer:
+    """What is known of one attention layer of the base."""
+
+    index: int
+    module: nn.Module
+    rotates: bool
+    heads: int
+    key_heads: int
+    head_dim: int
+
+    def rotate(self, x: Tensor, table: tuple[Tensor, Tensor], numbers: Tensor) -> Tensor:
+        """Queries or keys x (N, H, K, head_dim) turned to position numbers (N, K), by the model's own function."""
+        if not self.rotates:
+            return x
+        cos, sin = (t[0][numbers] for t in table)  # (N, K, r)
+        r = cos.shape[-1]
+        apply = sys.modules[type(self.module).__module__].apply_rotary_pos_emb
+        turned, _ = apply(x[..., :r], x[:, :0, :, :r], cos, sin)
+        return turned if r == x.shape[-1] else torch.cat([turned, x[..., r:]], -1)
+
+
+@dataclass
+class Reading:
+    """One call of the base: a grid of steps, what is remembered, and what the layers leave to be remembered."""
+
+    grid: Grid
+    config: Settings
+    memory: dict[str, Tensor]
+    """Tensors of the state, by name."""
+    slots: Tensor | None = None
+    """(B, n, S, state size) the slots that each step reads; set before a layer that they are written to runs."""
+    write: Callable[[Reading, Layer, Tensor], Tensor | None] = lambda reading, layer, query: None
+    """What the slots add to a layer's attention: given queries (B n, H, L, head_dim), the same shape or None."""
+    swap: bool = False
+    """Read the selected keys of the row before (a control)."""
+    left: dict[str, Tensor] = field(default_factory=dict)
+    """The layers' part of the next state."""
+    calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    """Arguments that each layer was called with."""
+    tables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """cos and sin (1, reach, r) of each layer that is given any."""
+    layers: dict[nn.Module, Layer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        grid = self.grid
+        self.query_number = number(grid.position, grid.begin, self.config)  # (B, n, L)
+        self.key_number = number(grid.key_position, grid.begin, self.config)  # (B, n, P + L)
+
+    def view(self, rule: Callable[..., Any]) -> View:
+        """The mask of layers with a rule (batch, head, query position, key position) -> bool."""
+        grid = self.grid
+        q, k = grid.position.flatten(0, 1)[:, None, :, None], grid.key_position.flatten(0, 1)[:, None, None, :]
+        zero = torch.zeros((), dtype=torch.long, device=q.device)
+        allowed = rule(zero, zero, q, k) & in_window(q, k, self.config)
+        allowed = allowed & grid.key_real.flatten(0, 1)[:, None, None, :]
+        own = torch.eye(q.shape[2], dtype=torch.bool, device=q.device)
+        # A column without a token sees itself: a softmax over nothing would be NaN.
+        alone = ~grid.real.flatten(0, 1)[:, None, :, None] & F.pad(own, (k.shape[3] - q.shape[2], 0))
+        far = torch.full((), 1 << 30, device=q.device)
+        return View(self, allowed | alone, rule, local=not bool(rule(zero, zero, far, zero)))
+
+
+@dataclass
+class View:
+    """Stands where a mask stands: (B n, 1, L, P + L) bool, which keys a query sees, and the reading it belongs to."""
+
+    reading: Reading
+    allowed: Tensor
+    rule: Callable[..., Any]
+    local: bool
+    """The layer's own window hides what is far away, so selecting keys for it is of no use."""
+
+
+@dataclass
+class Capture:
+    """Stands where a mask stands, when a layer is asked for its keys and values only."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+
+_reading: contextvars.ContextVar[Reading] = contextvars.ContextVar("reading")
+
+
+def mask(*, mask_function: Callable[..., Any], **kwargs: Any) -> Any:
+    """Registered as the mask function of ``undertow``."""
+    return _reading.get().view(mask_function)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: View | Capture,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Registered as the attention function of ``undertow``.
+
+    Args:
+        module: the layer.
+        query: (B, H, n L, head_dim), un-rotated; key, value: (B, key heads, n L, head_dim).
+        attention_mask: what `mask` returned.
+        scaling: of the scores; by default 1 / sqrt(head_dim).
+        dropout: on the attention map.
+        softcap: scores become softcap * tanh(scores / softcap), as in Gemma 2.
+
+    Returns:
+        (B, n L, H, head_dim) and None in place of the weights.
+    """
+    if isinstance(attention_mask, Capture):
+        attention_mask.keys, attention_mask.values = key, value
+        return query.transpose(1, 2), None
+    reading = attention_mask.reading
+    layer, grid, memory = reading.layers[module], reading.grid, reading.memory
+    (B, n, L), name = grid.size, f"{layer.index}."
+    past_key, past_value = memory.get(name + "keys"), memory.get(name + "values")
+    if past_key is None or past_value is None:
+        past_key, past_value = key[:, :, :0], value[:, :, :0]
+    all_key, all_value = (torch.cat(pair, 2) for pair in ((past_key, key), (past_value, value)))
+    if grid.past is None:
+        K, V = all_key, all_value  # (B, key heads, M + L, head_dim)
+    else:
+        K, V = (_windows(a, grid.past, b, n) for a, b in ((all_key, key), (all_value, value)))  # (B n, …, P + L, …)
+    q = query.view(B, layer.heads, n, L, -1).transpose(1, 2).flatten(0, 1)  # (B n, H, L, head_dim)
+    raw, table = q, reading.tables.get(layer.index)
+    if table is not None:
+        q = layer.rotate(q, table, reading.query_number.flatten(0, 1))
+        K = layer.rotate(K, table, reading.key_number.flatten(0, 1))
+    scale = scaling if scaling is not None else 1 / math.sqrt(q.shape[-1])
+    allowed = attention_mask.allowed
+    selects = reading.config.selected > 0 and not attention_mask.local
+    if selects:
+        selection = Selection.of(reading, layer, table)
+        K, V, allowed = selection.join(K, V, allowed)
+    if softcap is None and not selects:
+        out = F.scaled_dot_product_attention(
+            q, _repeat(K, layer), _repeat(V, layer), allowed, dropout_p=dropout, scale=scale
+        )
+    else:
+        weights = _weights(q, _repeat(K, layer), allowed, scale, softcap)  # (B n, H, L, K) float32
+        if selects:
+            selection.received(weights.detach())
+        out = F.dropout(weights.to(q.dtype), dropout) @ _repeat(V, layer)
+    for what, whole in (("keys", all_key), ("values", all_value)):
+        reading.left[name + what] = whole if grid.kept is None else _take(whole, grid.kept)
+    if selects:
+        selection.choose(all_key, all_value)
+    added = reading.write(reading, layer, raw)
+    if added is not None:
+        out = out + added
+    return out.view(B, n, layer.heads, L, -1).transpose(2, 3).flatten(1, 2), None
+
+
+def _weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Softmax over keys (N, H, L, K) in float32, or float64 where the model is."""
+    scores = (q @ k.transpose(2, 3)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    return scores.to(wide).masked_fill(~allowed, -math.inf).softmax(-1)
+
+
+def _repeat(x: Tensor, layer: Layer) -> Tensor:
+    """Keys or values (N, key heads, K, head_dim), one a query head."""
+    times = layer.heads // layer.key_heads
+    return x if times == 1 else x.repeat_interleave(times, 1)
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """Positions index (B, M') of x (B, key heads, M, head_dim)."""
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _windows(whole: Tensor, past: Tensor, own: Tensor, n: int) -> Tensor:
+    """Each step's keys (B n, h, P + L, e): its past (B, n, P) of whole (B, h, M + n L, e), then own (B, h, n L, e)."""
+    B, h, _, e = own.shape
+    before = _take(whole, past.flatten(1)).view(B, h, n, -1, e)
+    return torch.cat([before, own.view(B, h, n, -1, e)], 3).transpose(1, 2).flatten(0, 1)
+
+
+@dataclass
+class Selection:
+    """Keys and values that a layer keeps of what leaves its window: those that received the most attention.
+
+    The idea of heavy hitters (Zhang et al. 2023, arXiv 2306.14048), with choices at strides' ends only, so that they
+    do not depend on how the text is cut. State of a layer, beside keys and values (B, h, M, e) of the window:
+    `mass`, `taken` (B, h, M): attention received, and whether the position was chosen already; `kept_keys`,
+    `kept_values` (B, h, S, e), `kept_position`, `kept_mass`, `kept_real` (B, h, S).
+    """
+
+    reading: Reading
+    layer: Layer
+    keys: Tensor
+    values: Tensor
+    position: Tensor
+    real: Tensor
+    mass: Tensor
+    table: tuple[Tensor, Tensor] | None
+    window_mass: Tensor | None = None
+
+    @classmethod
+    def of(cls, reading: Reading, layer: Layer, table: tuple[Tensor, Tensor] | None) -> Selection:
+        """What the layer has kept so far."""
+        memory, name = reading.memory, f"{layer.index}.kept_"
+        if name + "keys" in memory:
+            keys, values, position, mass, real = (
+                memory[name + part] for part in ("keys", "values", "position", "mass", "real")
+            )
+            real = real & ~reading.grid.fresh[:, :, None]
+            return cls(reading, layer, keys, values, position, real, mass, table)
+        B, S, device = reading.grid.size[0], reading.config.selected, reading.grid.real.device
+        dtype = next(layer.module.parameters()).dtype
+        shape, wide = (B, layer.key_heads, S), torch.float64 if dtype == torch.float64 else torch.float32
+        none = torch.zeros(*shape, layer.head_dim, device=device, dtype=dtype)
+        position = torch.zeros(shape, dtype=torch.long, device=device)
+        return cls(reading, layer, none, none, position, position.bool(), position.to(wide), table)
+
+    def join(self, K: Tensor, V: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Kept keys before those of the window, (B, h, S + M + L, e), and which a query sees, (B, H, L, S + M + L)."""
+        reading, layer = self.reading, self.layer
+        B, h, S, e = self.keys.shape
+        keys, values, real = self.keys, self.values, self.real
+        begin = reading.grid.begin[:, :, None].expand(B, h, 1).flatten(0, 1)
+        numbers = number(self.position.view(B * h, 1, S), begin, reading.config)[:, 0]  # (B h, S)
+        if self.table is not None:
+            keys = layer.rotate(keys.reshape(B * h, 1, S, e), self.table, numbers).view(B, h, S, e)
+        if reading.swap:
+            keys, values, real = (t.roll(1, 0) for t in (keys, values, real))
+        times, L = layer.heads // h, allowed.shape[2]
+        M = allowed.shape[3] - L
+        taken = reading.memory.get(f"{layer.index}.taken")
+        if taken is not None:
+            free = F.pad(~taken, (0, L), value=True).repeat_interleave(times, 1)[:, :, None]
+            allowed = allowed & free
+        elif M:
+            raise RuntimeError("a memory without its selection")
+        seen = real.repeat_interleave(times, 1)[:, :, None].expand(B, layer.heads, L, S)
+        seen = seen & reading.grid.real[:, 0, None, :, None]
+        allowed = allowed.expand(B, layer.heads, L, M + L)
+        return torch.cat([keys.to(K.dtype), K], 2), torch.cat([values.to(V.dtype), V], 2), torch.cat([seen, allowed], 3)
+
+    def received(self, weights: Tensor) -> None:
+        """Add attention (B, H, L, S + M + L) to what positions have received."""
+        reading, (B, h, S) = self.reading, self.mass.shape
+        real = reading.grid.real[:, 0, None, :, None]
+        got = (weights * real).sum(2).view(B, h, -1, weights.shape[3]).sum(2).to(self.mass.dtype)  # (B, h, S + M + L)
+        kept, window = got[..., :S], got[..., S:]
+        self.mass = torch.where(self.real, self.mass, 0) + (kept.roll(-1, 0) if reading.swap else kept)
+        before = reading.memory.get(f"{self.layer.index}.mass")
+        self.window_mass = window if before is None else window + F.pad(before, (0, window.shape[2] - before.shape[2]))
+
+    def choose(self, all_key: Tensor, all_value: Tensor) -> None:
+        """Where a stride ends, let what will leave the window in the next one compete with what is kept."""
+        reading, layer, grid, config = self.reading, self.layer, self.reading.grid, self.reading.config
+        assert self.window_mass is not None
+        assert grid.kept is not None
+        B, h, S = self.mass.shape
+        name = f"{layer.index}."
+        taken = reading.memory.get(name + "taken")
+        M = all_key.shape[2]
+        taken = self.real.new_zeros(B, h, M) if taken is None else F.pad(taken, (0, M - taken.shape[2]))
+        index = grid.kept[:, None].expand(B, h, -1)
+        mass, taken = self.window_mass.gather(2, index), taken.gather(2, index)
+        kept = {"keys": self.keys, "values": self.values, "position": self.position, "mass": self.mass,
+                "real": self.real}  # fmt: skip
+        ended = grid.ends(config.stride)[:, 0]  # (B,)
+        if bool(ended.any()):
+            decay = config.selected_decay ** (config.stride / 128)
+            position = grid.kept_position[:, None].expand(B, h, -1)
+            leaves = position + config.window <= grid.end[:, -1, None, None] + config.stride - 1
+            free = grid.kept_real[:, None] & leaves & (position >= config.sinks) & ~taken
+            # Candidates in the order of the text, so that a stable sort from the right lets the later of equals win.
+            score = torch.cat([self.mass.masked_fill(~self.real, -1), mass.masked_fill(~free, -1)], 2)
+            where = torch.cat([self.position.masked_fill(~self.real, -1), position], 2)
+            by_position = where.argsort(dim=2, stable=True).flip(2)
+            best = score.gather(2, by_position).argsort(dim=2, descending=True, stable=True)[..., :S]
+            best = by_position.gather(2, best)  # (B, h, S) of [kept, window]
+            chosen = torch.zeros_like(score, dtype=torch.bool).scatter(2, best, True)
+            K, V = (torch.cat([a.to(b.dtype), _take(b, grid.kept)], 2)
+                    for a, b in ((self.keys, all_key), (self.values, all_value)))  # fmt: skip
+            deep = best[..., None].expand(B, h, S, K.shape[3])
+            new = {"keys": K.gather(2, deep), "values": V.gather(2, deep), "position": where.gather(2, best),
+                   "mass": score.gather(2, best) * decay, "real": score.gather(2, best) >= 0}  # fmt: skip
+            kept = {part: _where(ended, new[part], kept[part]) for part in kept}
+            taken = _where(ended, taken | (chosen[..., S:] & free), taken)
+            mass = _where(ended, mass * decay, mass)
+        reading.left |= {f"{name}kept_{part}": tensor for part, tensor in kept.items()}
+        reading.left |= {name + "mass": mass, name + "taken": taken}
+
+
+def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """`new` in the rows (B,), `old` elsewhere."""
+    return torch.where(rows.view(-1, *[1] * (new.dim() - 1)), new, old.to(new.dtype))
+
+
+@contextlib.contextmanager
+def reading_with(reading: Reading, configs: list[Any], layers: list[Layer]) -> Iterator[Reading]:
+    """Inside, the base's attention is ours, and belongs to `reading`; after, the base is as it was."""
+    reading.layers = {layer.module: layer for layer in layers}
+    before = [config._attn_implementation for config in configs]
+    hooks = [layer.module.register_forward_pre_hook(_before, with_kwargs=True) for layer in layers]
+    token = _reading.set(reading)
+    try:
+        for config in configs:
+            config._attn_implementation = NAME
+        yield reading
+    finally:
+        _reading.reset(token)
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation = name
+        for hook in hooks:
+            hook.remove()
+
+
+def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Give a layer no rotation, and note what it would have been given."""
+    reading = _reading.get()
+    layer = reading.layers[module]
+    if any(isinstance(x, Capture) for x in (*args, *kwargs.values())):
+        return args, kwargs
+    reading.calls[layer.index] = (args, kwargs)
+    table = kwargs.get("position_embeddings")
+    if layer.rotates and table is not None:
+        reading.tables[layer.index] = table
+        kwargs = kwargs | {"position_embeddings": Unrotated.like(table)}
+    return args, kwargs
+
+
+def keys_and_values(reading: Reading, layer: Layer, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (N, key heads, S, head_dim) that a layer makes of hidden states (N, S, d), un-rotated.
+
+    The layer itself is called, so that fused projections, norms of keys and adapters (LoRA) all take part.
+    """
+    capture = Capture()
+    args, kwargs = reading.calls[layer.index]
+    kwargs = {**kwargs, "attention_mask": capture} if "attention_mask" in kwargs else dict(kwargs)
+    args = tuple(capture if isinstance(x, View) else x for x in args)
+    if "hidden_states" in kwargs:
+        kwargs["hidden_states"] = hidden_states
+    else:
+        args = (hidden_states, *args[1:])
+    if layer.index in reading.tables:
+        kwargs["position_embeddings"] = Unrotated.like(reading.tables[layer.index])
+    layer.module(*args, **kwargs)
+    assert capture.keys is not None
+    assert capture.values is not None
+    return capture.keys, capture.values
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)

@@ -1,0 +1,176 @@
+"""What a recurrence is to be: which window the base sees, what it remembers beyond, how that is read and written."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+Policy = Literal["disjoint", "overlap", "sliding"]
+Read = Literal["mean", "last", "queries"]
+Update = Literal["feedforward", "tanh", "gru", "sru", "held"]
+Projection = Literal["base", "own"]
+
+
+@dataclass
+class RecurrenceConfig:
+    """How a pretrained causal language model reads text of any length, and what it carries from window to window.
+
+    With ``slots=0`` and ``selected=0`` nothing is carried: this is the base itself under a window policy, the rival
+    of every recurrence. ``None`` leaves a choice to the library, which makes it when it sees the base.
+    """
+
+    window: int = 256
+    """W: positions that a token sees at most, itself included, beside the sinks."""
+    policy: Policy | None = None
+    """disjoint: windows of W, each afresh. overlap: windows of W that begin with the last half of the one before, read
+    again. sliding: always the last W and the text's first `sinks` positions. None: sliding where positions are rotary,
+    else disjoint."""
+    stride: int | None = None
+    """C: positions from one boundary to the next, where memory changes. disjoint: W; overlap: W / 2; sliding: at most
+    W, by default W / 4, or with selected keys W / 8."""
+    sinks: int = 4
+    """First positions of a document that a sliding window never drops (Xiao et al. 2023, arXiv 2309.17453)."""
+    reach: int | None = None
+    """Sliding: position numbers that are used, at least sinks + W + C - 1 (the default: numbers inside the cache)."""
+    slots: int = 32
+    """S: trained vectors carried from boundary to boundary; 0: none."""
+    selected: int = 0
+    """Keys and values that each layer and head keeps of what leaves its sliding window: those that received the most
+    attention. Needs no training."""
+    selected_decay: float = 0.9
+    """What attention received counts after another 128 positions, beside newly received attention."""
+    read: Read = "queries"
+    """How the hidden states of a stride become S vectors: the means of S equal parts, the last S positions, or S
+    learned queries attending over it."""
+    read_layers: list[int] | None = None
+    """Layers whose output is read, from 0; by default the middle one."""
+    slot_size: int | None = None
+    """Width of a slot; by default the base's hidden size, which the base's own projections need."""
+    update: Update = "gru"
+    """How slots s and what was read x become the new slots: feedforward: s + FFN([s; x]); tanh: tanh(A s + B x); gru;
+    sru: one step of this library's SRU; held: not at all, the slots stay at their learned start (a prefix: the control
+    that shows what is memory and what is mere training)."""
+    write_layers: list[int] | None = None
+    """Layers to which the slots are extra keys and values; by default all above those read."""
+    projection: Projection = "base"
+    """Keys and values from slots: by the layer's own pretrained projections, or by small ones of the module."""
+    bptt: int = 8
+    """Strides that gradients reach back at most within a call; as many go through the base at once where they can."""
+    recompute: bool = False
+    """Training: recompute each stride in backward, so that activations of one stride at a time are held."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("policy", Policy), ("read", Read), ("update", Update), ("projection", Projection)):
+            value = getattr(self, name)
+            if value is None and name == "policy":
+                continue
+            if value not in get_args(choices):
+                raise ValueError(f"{name} should be one of {', '.join(get_args(choices))}, not {value!r}")
+        for name, least in (("window", 1), ("stride", 1), ("sinks", 0), ("reach", 1), ("slots", 0), ("selected", 0),
+                            ("slot_size", 1), ("bptt", 1)):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ValueError(f"{name} should be a whole number, at least {least}, not {value!r}")
+        if not 0 <= self.selected_decay <= 1:
+            raise ValueError(f"selected_decay should be between 0 and 1, not {self.selected_decay}")
+        for name in ("read_layers", "write_layers"):
+            value = getattr(self, name)
+            if value is not None and not value:
+                raise ValueError(f"{name} is empty: name a layer, or leave it out")
+
+    @property
+    def remembered(self) -> int:
+        """Positions remembered: window, slots and selected; the sinks come on top."""
+        return self.window + self.slots + self.selected
+
+    @property
+    def carries(self) -> bool:
+        """Whether anything is carried beyond the window."""
+        return self.slots > 0 or self.selected > 0
+
+    @classmethod
+    def from_dict(cls, settings: dict[str, Any]) -> RecurrenceConfig:
+        """From what ``dataclasses.asdict`` gave.
+
+        Raises:
+            ValueError: an unknown setting, or one out of bounds.
+        """
+        if unknown := sorted(settings.keys() - {field.name for field in fields(cls)}):
+            raise ValueError(f"unknown settings of a recurrence: {', '.join(unknown)}")
+        return cls(**settings)
+
+    def resolved(
+        self, *, layers: int, hidden_size: int, relative: bool, limit: int | None, architecture: str
+    ) -> Settings:
+        """With every choice made, for a base.
+
+        Args:
+            layers: how many layers the base has.
+            hidden_size: width of its hidden states.
+            relative: whether its positions are rotary, so that keys can be renumbered.
+            limit: positions that it knows; None: any number.
+            architecture: its name, for messages.
+
+        Raises:
+            ValueError: settings that this base, or no base, can have.
+        """
+        W = self.window
+        policy = self.policy or ("sliding" if relative else "disjoint")
+        if policy == "sliding" and not relative:
+            raise ValueError(
+                f"policy sliding needs rotary positions, and {architecture} has absolute ones: take disjoint or overlap"
+            )
+        if policy == "overlap" and W % 2:
+            raise ValueError(f"policy overlap halves the window, so it should be even, not {W}")
+        fixed = {"disjoint": W, "overlap": W // 2}.get(policy)
+        if fixed is not None and self.stride not in (None, fixed):
+            raise ValueError(f"the stride of policy {policy} is {fixed} for a window of {W}; leave it out")
+        stride = fixed or self.stride or max(1, W // (8 if self.selected else 4))
+        if stride > W:
+            raise ValueError(f"stride {stride} is above the window {W}: positions would be dropped unseen")
+        sinks = self.sinks if policy == "sliding" else 0
+        selected = self.selected
+        if selected and policy != "sliding":
+            raise ValueError(f"selected keys need policy sliding: under {policy} no key leaves a window that goes on")
+        least = W if policy != "sliding" else sinks + W - 1 + stride
+        if limit is not None and least > limit:
+            raise ValueError(
+                f"window {W} needs {least} positions ({policy}), and {architecture} knows {limit}: take a smaller one"
+            )
+        reach = least if policy != "sliding" or self.reach is None else self.reach
+        if reach < least or (limit is not None and reach > limit):
+            upper = "" if limit is None else f" and at most the {limit} positions that {architecture} knows"
+            raise ValueError(f"reach should be at least {least} (sinks + window - 1 + stride){upper}, not {reach}")
+        made = asdict(self) | {"policy": policy, "stride": stride, "sinks": sinks, "reach": reach}
+        if not self.slots:
+            return Settings(**made | {"read_layers": None, "write_layers": None, "slot_size": None})
+        read = sorted(set(self.read_layers if self.read_layers is not None else [(layers - 1) // 2]))
+        write = self.write_layers
+        if write is None:
+            write = list(range(max(read) + 1, layers)) or list(range(layers))
+        write = sorted(set(write))
+        for name, chosen in (("read_layers", read), ("write_layers", write)):
+            if bad := [i for i in chosen if not 0 <= i < layers]:
+                raise ValueError(f"{name}: {bad[0]} is no layer of {architecture}, which has 0 to {layers - 1}")
+        slot_size = self.slot_size or hidden_size
+        if self.projection == "base" and slot_size != hidden_size:
+            raise ValueError(
+                f"the base's own projections want slots of its hidden size {hidden_size}, not {slot_size}: "
+                "leave slot_size out, or take projection own"
+            )
+        if self.read in ("mean", "last") and self.slots > stride:
+            raise ValueError(
+                f"read {self.read} makes at most one slot a position: {self.slots} slots of a stride of {stride}"
+            )
+        return Settings(**made | {"read_layers": read, "write_layers": write, "slot_size": slot_size})
+
+
+class Settings(RecurrenceConfig):
+    """A `RecurrenceConfig` in which every choice is made; layers and slot size are None where there are no slots."""
+
+    policy: Policy
+    stride: int
+    reach: int
+    read_layers: list[int]
+    write_layers: list[int]
+    slot_size: int

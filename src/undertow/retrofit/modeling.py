@@ -1,0 +1,647 @@
+"""A pretrained causal language model with a recurrence: it walks the windows of a text of any length by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..models.generation import StatefulGeneration
+from .anatomy import Anatomy, UnsuitableBase, dissect, eval_mode, plain_base, text_config
+from .attention import Reading, reading_with
+from .cache import RecurrentCache
+from .config import RecurrenceConfig, Settings
+from .module import Recurrence
+from .windows import Grid, Piece, build_grid, number
+
+
+class RecurrentConfig(PreTrainedConfig):
+    """Configuration of a recurrent model: its recurrence, and which base it belongs to.
+
+    Args:
+        recurrence: settings, as ``dataclasses.asdict`` of a resolved `RecurrenceConfig` gives them.
+        base: where the base comes from: `name`, `model_type`, `fingerprint`.
+        lora: settings of the base's LoRA adapter, if it has one.
+    """
+
+    model_type = "undertow_recurrent"
+
+    def __init__(
+        self,
+        recurrence: dict[str, Any] | None = None,
+        base: dict[str, Any] | None = None,
+        lora: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.recurrence, self.base, self.lora = recurrence or {}, base or {}, lora
+        super().__init__(**kwargs)
+
+
+@dataclass
+class _Read:
+    """What reading one grid gave."""
+
+    logits: Tensor | None
+    nll: Tensor | None
+    tensors: dict[str, Tensor]
+
+
+class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin):
+    """A causal language model that reads text of any length window by window, in constant memory.
+
+    Made by `undertow.add_recurrence`. The base stays as it was: while this reads, its attention is replaced from
+    outside (see `undertow.retrofit.attention`).
+
+    Attributes:
+        base: the pretrained model.
+        recurrence: the trained module, None without slots.
+        settings: every choice made.
+        swap_states: evaluation only: row b reads with the slots and selected keys of row b - 1, a control that shows
+            what memory is worth.
+    """
+
+    config_class = RecurrentConfig
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: RecurrentConfig, base: Any, anatomy: Anatomy, settings: Settings) -> None:
+        super().__init__(config)
+        self.settings = settings
+        self.anatomy = anatomy
+        self.swap_states = False
+        self.base = base
+        self.recurrence = Recurrence(settings, anatomy) if settings.slots else None
+        if self.recurrence is not None:
+            weight = plain_base(base).get_input_embeddings().weight
+            self.recurrence.to(weight.device, weight.dtype)
+        self._numbers = settings.reach
+        self.post_init()
+        if getattr(plain_base(base), "generation_config", None) is not None:
+            self.generation_config = plain_base(base).generation_config
+
+    def init_weights(self) -> None:
+        """Leave all weights as they are: the base's are trained, the module's were made with it."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Those of the base."""
+        return plain_base(self.base).get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Those of the base."""
+        return plain_base(self.base).get_output_embeddings()
+
+    # -- the state ---------------------------------------------------------------------------------------------------
+
+    def new_cache(self) -> RecurrentCache:
+        """The state of a text that begins."""
+        return RecurrentCache(self.state_fits())
+
+    def state_fits(self) -> dict[str, Any]:
+        """What a saved state has to agree with."""
+        wanted = (
+            "window",
+            "policy",
+            "stride",
+            "sinks",
+            "reach",
+            "slots",
+            "selected",
+            "read_layers",
+            "slot_size",
+            "update",
+        )
+        return {"base": self.config.base.get("fingerprint")} | {name: getattr(self.settings, name) for name in wanted}
+
+    # -- the order of work -------------------------------------------------------------------------------------------
+
+    @property
+    def parallel(self) -> bool:
+        """Whether all strides of a call go through the base at once."""
+        return self._order()[0]
+
+    def _order(self) -> tuple[bool, str]:
+        settings = self.settings
+        if settings.selected:
+            return False, "what a layer keeps of a stride is chosen by the attention of the stride before"
+        if settings.recompute and self.training:
+            return False, "recompute holds the activations of one stride at a time"
+        if not settings.slots:
+            return True, "nothing is carried beyond the window"
+        read, write = max(settings.read_layers), min(settings.write_layers)
+        if settings.update == "held":
+            return True, "the slots stay at their learned start"
+        if read < write:
+            return True, f"layer {read} is read, and {write} is the lowest written: only the update is sequential"
+        return False, f"layer {read} is read, and layer {write}, not above it, is written: strides follow one another"
+
+    def explain(self) -> str:
+        """The order of work and why, what is trained, and how much is remembered."""
+        settings, (parallel, why) = self.settings, self._order()
+        count = sum(p.numel() for p in self.parameters() if p.requires_grad)
+        total = sum(p.numel() for p in plain_base(self.base).parameters())
+        module = 0 if self.recurrence is None else sum(p.numel() for p in self.recurrence.parameters())
+        order = f"all strides at once ({settings.bptt} at most)" if parallel else "one stride after the other"
+        sinks = f" + {settings.sinks} sinks" if settings.sinks else ""
+        lines = [
+            f"order      {order}: {why}",
+            f"remembers  {settings.remembered} positions: window {settings.window}, {settings.slots} slots, "
+            f"{settings.selected} selected{sinks}; policy {settings.policy}, stride {settings.stride}",
+        ]
+        if settings.slots:
+            lines.append(
+                f"slots      layers {_list(settings.read_layers)} read by {settings.read}, updated by "
+                f"{settings.update}, written to layers {_list(settings.write_layers)} through projections of "
+                f"{'the base' if settings.projection == 'base' else 'their own'}"
+            )
+        lines.append(f"trained    {count:,} parameters beside {total:,} of the base; the module has {module:,}")
+        return "\n".join(lines)
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Recompute strides rather than layers: then nothing of a stride but its state is held."""
+        self.settings.recompute = enable
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether strides are recomputed in backward."""
+        return self.settings.recompute
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: RecurrentCache | None = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        resets: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Read a piece of text of any length.
+
+        Args:
+            input_ids: (B, T) token ids.
+            attention_mask: (B, T), or (B, more than T) with the piece at its right end; 0 at padding, which counts as
+                no position and is not remembered.
+            cache: the state to go on from; None starts a text. `past_key_values` is accepted in its place.
+            labels: (B, T), the token ids themselves; shifted here, as everywhere in transformers; -100 is not scored.
+            shift_labels: (B, T) labels already shifted: that of position t is the token at t + 1. With them the last
+                position of a piece counts too.
+            use_cache: return the state; by default only outside of training.
+            resets: (B, T) bool, true where a new document starts: nothing before counts from there on.
+            logits_to_keep: only the last n positions' logits (0: all), or those at the given positions.
+            num_items_in_batch: what the summed loss is divided by; by default the number of targets.
+            return_dict: False: a tuple.
+
+        Returns:
+            `loss` (mean over scored targets, in nats), `logits` (B, T, vocab_size), `cache`. In training with
+            `recompute` and labels, `logits` is None: they are not held.
+
+        Raises:
+            ValueError: token ids outside the vocabulary; shapes or a state that do not fit.
+        """
+        cache = kwargs.pop("past_key_values", None) if cache is None else cache
+        if kwargs.get("inputs_embeds") is not None:
+            raise ValueError("a recurrent model reads input_ids: windows may have to read tokens again")
+        B, T = self._check_ids(input_ids)
+        assert input_ids is not None
+        state = self._state(cache, B)
+        real = _real(attention_mask, B, T, input_ids.device)
+        if resets is not None and (resets.shape != (B, T) or resets.dtype != torch.bool):
+            raise ValueError(f"resets must be bool of shape ({B}, {T}), got {resets.dtype} of {tuple(resets.shape)}")
+        targets = shift_labels
+        if targets is None and labels is not None:
+            targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        if targets is not None:
+            if targets.shape != (B, T):
+                raise ValueError(f"labels must have shape ({B}, {T}), as input_ids, got {tuple(targets.shape)}")
+            targets = targets.masked_fill(~real, -100)
+        recompute = self.settings.recompute and self.training and torch.is_grad_enabled()
+        kept = _kept(logits_to_keep, T, input_ids.device)
+        held = not (recompute and targets is not None)
+
+        logits, nll, tensors = self._walk(input_ids, real, resets, dict(state.tensors), kept if held else None, targets,
+                                          recompute)  # fmt: skip
+        loss = None
+        if targets is not None:
+            count = num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum()
+            loss = nll / count
+        out_cache = None
+        if use_cache if use_cache is not None else not self.training:
+            out_cache = state
+        if out_cache is not None or cache is not None:
+            state.tensors = tensors
+            state.read(input_ids)
+        out = CausalLMOutputWithPast(loss=loss, logits=logits, cache=out_cache)
+        wanted = return_dict if return_dict is not None else getattr(self.config, "return_dict", True)
+        return out if wanted else out.to_tuple()  # type: ignore[return-value]
+
+    def _walk(
+        self,
+        input_ids: Tensor,
+        real: Tensor,
+        resets: Tensor | None,
+        tensors: dict[str, Tensor],
+        kept: Tensor | None,
+        targets: Tensor | None,
+        recompute: bool,
+    ) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
+        """All strides of a piece: logits (B, T', V) at the positions kept, summed loss, the next state's tensors."""
+        settings, (B, T), device = self.settings, input_ids.shape, input_ids.device
+        start = tensors.get("position", torch.zeros(B, dtype=torch.long, device=device))
+        piece = Piece.build(start, real, resets, settings.stride)
+        after: Tensor | None = None
+        if settings.policy == "overlap":  # [the state's last C tokens, the piece's real ones], by rank
+            before = tensors.get("tokens", torch.zeros(B, settings.stride, dtype=torch.long, device=device))
+            order = (~real).to(torch.uint8).argsort(dim=1, stable=True)
+            after = torch.cat([before, input_ids.gather(1, order)], 1)
+        place = None
+        if kept is not None:
+            place = torch.full((T,), -1, dtype=torch.long, device=device).scatter(
+                0, kept, torch.arange(len(kept), device=device)
+            )
+        out = Collected(kept)
+        nll = torch.zeros((), device=device)
+        read = 0
+        for first, count in piece.groups(settings.bptt if self.parallel else 1):
+            M = _none(tensors.get("memory_real"), (B, 0), torch.bool, device)
+            at = _none(tensors.get("memory_position"), (B, 0), torch.long, device)
+            grid = build_grid(piece, first, count, start, M, at, settings)
+            own, again = grid.source[:, :, grid.context :].flatten(1), grid.source[:, :, : grid.context].flatten(1)
+            ids = input_ids.gather(1, own).view(B, count, -1)
+            aims = None if targets is None else targets.gather(1, own).view(B, count, -1)
+            if grid.context:
+                assert after is not None
+                ids = torch.cat([after.gather(1, again).view(B, count, -1), ids], 2)
+                aims = None if aims is None else F.pad(aims, (grid.context, 0), value=-100)
+            fresh = torch.cat([torch.zeros_like(grid.real[:, :, : grid.context]), grid.real[:, :, grid.context :]], 2)
+            fresh = fresh.flatten(1)  # (B, n L), tokens that are read for the first time
+            scored = torch.zeros_like(fresh)
+            if aims is not None:
+                aims = aims.flatten(1).masked_fill(~fresh, -100)
+                scored = aims != -100
+            if place is not None:
+                target = F.pad(place[own].view(B, count, -1), (grid.context, 0), value=-1).flatten(1)
+                wanted = fresh & (target >= 0)
+                scored = scored | wanted
+            columns = scored.any(0).nonzero()[:, 0]
+            arguments = (tensors, grid, ids.flatten(1), columns, aims)
+            if recompute:
+                got = checkpoint(self._read_grid, *arguments, kept is not None, use_reentrant=False)
+            else:
+                got = self._read_grid(*arguments, kept is not None)
+            tensors, start = got.tensors, got.tensors["position"]
+            if got.nll is not None:
+                nll = nll + got.nll
+            if place is not None and got.logits is not None:
+                out.add(got.logits, wanted[:, columns], target[:, columns])
+            read += count
+            if read >= settings.bptt and torch.is_grad_enabled():
+                tensors, read = {name: t.detach() for name, t in tensors.items()}, 0
+        if after is not None:
+            last = real.sum(1, keepdim=True) + torch.arange(settings.stride, device=device)
+            tensors = tensors | {"tokens": after.gather(1, last)}
+        tensors.setdefault("position", start)
+        return out.logits(B, self.config.vocab_size, self.dtype, device) if kept is not None else None, nll, tensors
+
+    def _read_grid(
+        self,
+        tensors: dict[str, Tensor],
+        grid: Grid,
+        input_ids: Tensor,
+        columns: Tensor,
+        targets: Tensor | None,
+        held: bool,
+    ) -> _Read:
+        """One call of the base: a function of its arguments alone, so that backward may recompute it.
+
+        Args:
+            tensors: of the state.
+            grid: n steps of L columns.
+            input_ids: (B, n L).
+            columns: which columns' logits are wanted.
+            targets: (B, n L), or None.
+            held: return the logits too.
+        """
+        settings, base = self.settings, self.base
+        reading = Reading(grid, settings, tensors, swap=self.swap_states)
+        carry = None
+        if self.recurrence is not None:
+            reading.write = self.recurrence.add
+            carry = _Carry(self.recurrence, reading, settings)
+        given: dict[str, Any] = {"attention_mask": torch.ones_like(input_ids), "use_cache": False}
+        if self.anatomy.relative:  # a table of rotations, of which attention picks those it wants
+            given["position_ids"] = torch.arange(self._numbers, device=input_ids.device)[None]
+        else:
+            given["position_ids"] = number(grid.position, grid.begin, settings).flatten(1)
+        if self.anatomy.keeps_logits:
+            given["logits_to_keep"] = columns if len(columns) else columns.new_zeros(1)
+        with reading_with(reading, self.anatomy.configs, self.anatomy.layers), self._listening(carry):
+            logits = base(input_ids=input_ids, return_dict=True, **given).logits
+        if not self.anatomy.keeps_logits:
+            logits = logits[:, columns]
+        elif not len(columns):
+            logits = logits[:, :0]
+        nll = None if targets is None else _nll(logits, targets[:, columns])
+        new = {"position": grid.end[:, -1], "memory_real": grid.kept_real, "memory_position": grid.kept_position,
+               **reading.left}  # fmt: skip
+        if carry is not None:
+            new |= carry.after()
+        return _Read(logits if held else None, nll, new)
+
+    @contextlib.contextmanager
+    def _listening(self, carry: _Carry | None) -> Iterator[None]:
+        """Inside, hidden states of the layers read reach the recurrence as soon as they are there."""
+        if carry is None:
+            yield
+            return
+        hooks = [self.anatomy.blocks[i].register_forward_hook(carry.hear(i)) for i in self.settings.read_layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _check_ids(self, input_ids: Tensor | None) -> tuple[int, int]:
+        if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point():
+            got = "None" if input_ids is None else f"{input_ids.dtype} of {tuple(input_ids.shape)}"
+            raise ValueError(f"input_ids must be integers of shape (B, T), got {got}")
+        size = self.anatomy.vocab_size
+        if input_ids.numel() and (int(input_ids.min()) < 0 or int(input_ids.max()) >= size):
+            bad = input_ids[(input_ids < 0) | (input_ids >= size)]
+            raise ValueError(
+                f"token id {int(bad[0])} is outside the vocabulary of {size} tokens: "
+                "was the text encoded with another tokenizer?"
+            )
+        return input_ids.shape[0], input_ids.shape[1]
+
+    def _state(self, cache: Any, batch: int) -> RecurrentCache:
+        if cache is None:
+            return self.new_cache()
+        if not isinstance(cache, RecurrentCache):
+            raise TypeError(f"cache must be a RecurrentCache (or None to start a text), got {type(cache).__name__}")
+        if cache.batch_size not in (-1, batch):
+            raise ValueError(f"the state holds {cache.batch_size} rows, the input has {batch}")
+        cache.check_fits(self.state_fits())
+        return cache
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:  # type: ignore[override]
+        """Write the adapter: `config.json`, and `model.safetensors` with what differs from the base."""
+        from .storage import save
+
+        save(self, Path(save_directory), state_dict=kwargs.get("state_dict"))
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, pretrained_model_name_or_path: Any, base: Any = None, **kwargs: Any
+    ) -> RecurrentForCausalLM:
+        """As `undertow.load_recurrent`."""
+        from .storage import load_recurrent
+
+        return load_recurrent(pretrained_model_name_or_path, base, **kwargs)
+
+
+class Collected:
+    """Logits of grids, put where the tokens of the piece stand."""
+
+    def __init__(self, kept: Tensor | None) -> None:
+        self.size = 0 if kept is None else len(kept)
+        self.parts: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, logits: Tensor, real: Tensor, place: Tensor) -> None:
+        """Logits (B, c, V), of which those at `real` (B, c) belong at positions `place` (B, c)."""
+        self.parts.append((logits, real, place))
+
+    def logits(self, B: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """(B, T', V); zeros at padding."""
+        if self.parts:
+            place = torch.cat([p for _, _, p in self.parts], 1)
+            real = torch.cat([r for _, r, _ in self.parts], 1)
+            order = torch.arange(self.size, device=device)
+            if place.shape[1] == self.size and bool(real.all()) and bool((place == order).all()):
+                return torch.cat([part for part, _, _ in self.parts], 1) if len(self.parts) > 1 else self.parts[0][0]
+            first = self.parts[0][0]
+            vocabulary, dtype = first.shape[2], first.dtype
+        whole = torch.zeros(B, self.size, vocabulary, dtype=dtype, device=device)
+        for logits, real, place in self.parts:
+            row, column = real.nonzero(as_tuple=True)
+            whole = whole.index_put((row, place[row, column]), logits[row, column])
+        return whole
+
+
+class _Carry:
+    """Hidden states in, slots out, during one call of the base."""
+
+    def __init__(self, recurrence: Recurrence, reading: Reading, settings: Settings) -> None:
+        self.recurrence, self.reading, self.settings = recurrence, reading, settings
+        grid, tensors = reading.grid, reading.memory
+        B, n, _ = grid.size
+        state = tensors.get("slots")
+        self.before = recurrence.start(B) if state is None else state
+        self.heard: dict[int, Tensor] = {}
+        self.done: tuple[Tensor, dict[str, Tensor]] | None = None
+        if n == 1 or settings.update == "held":  # known before the base runs
+            reading.slots, _ = recurrence.scan(lambda i: None, self.before, grid.fresh, grid.fresh)
+
+    def hear(self, layer: int) -> Any:
+        """The hook of a layer that is read."""
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self.heard[layer] = output if isinstance(output, Tensor) else output[0]
+            if len(self.heard) == len(self.settings.read_layers) and self.reading.grid.size[1] > 1:
+                slots = self._update()
+                self.reading.slots = self.reading.slots if self.settings.update == "held" else slots
+
+        return hook
+
+    def after(self) -> dict[str, Tensor]:
+        """The recurrence's part of the next state."""
+        if self.done is None:
+            self._update()
+        assert self.done is not None
+        return {"slots": self.done[0], **self.done[1]}
+
+    def _update(self) -> Tensor:
+        """(B, n, S, state size), the slots that each step reads."""
+        grid, C = self.reading.grid, self.settings.stride
+        B, n, _ = grid.size
+        ends = grid.ends(C)
+        if self.settings.update == "held":
+            slots, last = self.recurrence.scan(lambda i: None, self.before, grid.fresh, ends)
+            self.done = last, {}
+            return slots
+        hidden = torch.cat([self.heard[i] for i in self.settings.read_layers], -1)
+        hidden = hidden.view(B, n, -1, hidden.shape[-1])[:, :, grid.context :]  # (B, n, L', r d)
+        buffer = self.reading.memory.get("read")
+        if n == 1:
+            hidden = self._go_on(hidden[:, 0], buffer)[:, None]
+        done = ends.any(0).tolist()
+        pooled: Tensor | None = None
+        if any(done):
+            pooled = self.recurrence.read(hidden[:, :, :C].flatten(0, 1))
+            pooled = pooled.view(B, n, *pooled.shape[1:])
+        slots, last = self.recurrence.scan(
+            lambda i: pooled[:, i] if pooled is not None and done[i] else None, self.before, grid.fresh, ends
+        )
+        width = int((grid.end[:, -1] % C).max())
+        left: dict[str, Tensor] = {}
+        if width:
+            step = (grid.busy.sum(1) - 1).clamp(min=0)
+            own = hidden[torch.arange(B, device=hidden.device), step][:, :width]
+            own = F.pad(own, (0, 0, 0, width - own.shape[1]))
+            if n > 1 and buffer is not None:  # rows that had no more to read
+                old = F.pad(buffer, (0, 0, 0, max(0, width - buffer.shape[1])))[:, :width]
+                own = torch.where(grid.busy.any(1)[:, None, None], own, old.to(own.dtype))
+            left["read"] = own
+        self.done = last, left
+        return slots
+
+    def _go_on(self, own: Tensor, buffer: Tensor | None) -> Tensor:
+        """Hidden states of the stride so far: those of earlier pieces, and own ones (B, L, r d) from there on."""
+        grid, C = self.reading.grid, self.settings.stride
+        offset, real = grid.begin % C, grid.real[:, 0, grid.context :]
+        width = int((offset + real.sum(1, keepdim=True)).max())
+        whole = own.new_zeros(own.shape[0], width + 1, own.shape[2])
+        if buffer is not None:
+            size = min(width, buffer.shape[1])
+            whole = torch.cat([buffer[:, :size].to(own.dtype), whole[:, size:]], 1)
+        place = torch.where(real, offset + torch.arange(own.shape[1], device=own.device), width)
+        return whole.scatter(1, place[:, :, None].expand_as(own), own)[:, :width]
+
+
+def _nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Summed negative log-likelihood in nats, float32 (float64 for a float64 model), row by row."""
+    wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
+    rows = [F.cross_entropy(row.to(wide), target, ignore_index=-100, reduction="sum")
+            for row, target in zip(logits, targets, strict=True)]  # fmt: skip
+    return torch.stack(rows).sum()
+
+
+def _none(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device) if tensor is None else tensor
+
+
+def _list(layers: list[int] | None) -> str:
+    """Layers as a person would say them: 0-3, 7."""
+    runs: list[list[int]] = []
+    for i in layers or []:
+        if runs and i == runs[-1][-1] + 1:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _kept(logits_to_keep: int | Tensor, T: int, device: torch.device) -> Tensor:
+    """Positions whose logits are asked for."""
+    if isinstance(logits_to_keep, int):
+        return torch.arange(T - logits_to_keep if 0 < logits_to_keep <= T else 0, T, device=device)
+    return torch.arange(T, device=device)[logits_to_keep.to(device)]
+
+
+def _real(attention_mask: Tensor | None, B: int, T: int, device: torch.device) -> Tensor:
+    """(B, T) bool, false at padding, from a mask over the piece or over all that was read."""
+    if attention_mask is None:
+        return torch.ones(B, T, dtype=torch.bool, device=device)
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+        raise ValueError(
+            f"attention_mask must have shape ({B}, {T}), or longer to the left, got {tuple(attention_mask.shape)}"
+        )
+    return attention_mask[:, attention_mask.shape[1] - T :].to(device) != 0
+
+
+def add_recurrence(
+    model: Any,
+    config: RecurrenceConfig | None = None,
+    *,
+    freeze_base: bool = True,
+    base_name: str | None = None,
+) -> RecurrentForCausalLM:
+    """Give a pretrained causal language model a recurrence.
+
+    Args:
+        model: a transformers causal language model, or one with a PEFT adapter (LoRA) on it.
+        config: the recurrence; by default `RecurrenceConfig()`.
+        freeze_base: train the module alone. A model with a PEFT adapter keeps what PEFT set: the adapter trains, too.
+        base_name: where the base can be loaded from again; by default the name that it was loaded by.
+
+    Returns:
+        A wrapper. `.base` is the model, unchanged. Fresh, it gives the base's own logits under the same window policy.
+
+    Raises:
+        TypeError: no transformers model.
+        UnsuitableBase (a ValueError): a base that cannot work, with the reason.
+        ValueError: settings that do not fit the base.
+    """
+    from .storage import describe, lora_settings
+
+    config = config or RecurrenceConfig()
+    if not isinstance(config, RecurrenceConfig):
+        raise TypeError(f"the second argument is a RecurrenceConfig, not a {type(config).__name__}")
+    anatomy = dissect(model)
+    settings = config.resolved(
+        layers=len(anatomy.layers), hidden_size=anatomy.hidden_size, relative=anatomy.relative, limit=anatomy.limit,
+        architecture=anatomy.architecture,
+    )  # fmt: skip
+    plain = plain_base(model)
+    text = text_config(plain)
+    wrapped = RecurrentConfig(
+        recurrence=asdict(settings),
+        base=describe(plain, base_name),
+        lora=lora_settings(model),
+        vocab_size=anatomy.vocab_size,
+        **{name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
+    recurrent = RecurrentForCausalLM(wrapped, model, anatomy, settings)
+    if freeze_base and plain is model:
+        model.requires_grad_(False)
+    _check_identity(recurrent)
+    return recurrent.train(model.training)
+
+
+@torch.no_grad()
+def _check_identity(model: RecurrentForCausalLM) -> None:
+    """Whether the base's own logits come out, on a few tokens.
+
+    Raises:
+        UnsuitableBase: they do not.
+    """
+    T = min(12, model.settings.window)
+    base = model.base
+    ids = (torch.arange(T, device=model.device) * 7919 % model.anatomy.vocab_size)[None]
+    numbers = model._numbers
+    with eval_mode(model):
+        expected = base(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        try:
+            model._numbers = T if model.anatomy.relative else numbers  # the frequencies that so short a text gets
+            got = model(ids).logits
+        finally:
+            model._numbers = numbers
+    assert got is not None
+    off = float((got - expected).abs().max())
+    scale = float(expected.abs().max())
+    coarse = 3e-2 if expected.dtype in (torch.bfloat16, torch.float16) else 1e-4
+    if not off <= coarse * max(scale, 1) or not math.isfinite(off):
+        raise UnsuitableBase(
+            f"{model.anatomy.architecture} does something in its attention that this library does not know: its logits "
+            f"came out {off:.2g} apart"
+        )

@@ -1,0 +1,157 @@
+"""The recurrence itself: read a stride's hidden states into slots, update the slots, write them into layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .anatomy import Anatomy
+from .attention import Layer, Reading, _repeat, keys_and_values
+from .config import Settings
+
+
+class Read(nn.Module):
+    """What a stride leaves behind: hidden states (N, C, r d) of the layers read -> x (N, S, slot size)."""
+
+    def __init__(self, config: Settings, width: int) -> None:
+        super().__init__()
+        size = config.slot_size
+        self.kind, self.slots = config.read, config.slots
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.inputs = nn.Linear(width, size, bias=False)
+        nn.init.eye_(self.inputs.weight) if width == size else nn.init.xavier_uniform_(self.inputs.weight)
+        if config.read == "queries":
+            self.queries = nn.Parameter(torch.randn(config.slots, size) / math.sqrt(size))
+            self.keys = nn.Linear(size, size, bias=False)
+            nn.init.xavier_uniform_(self.keys.weight)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Pool."""
+        x = self.inputs(self.norm(hidden_states))  # (N, C, slot size)
+        if self.kind == "mean":  # the paper's idea, in S equal parts
+            return F.adaptive_avg_pool1d(x.transpose(1, 2), self.slots).transpose(1, 2)
+        if self.kind == "last":
+            return x[:, -self.slots :]
+        q = self.queries.to(x.dtype).expand(x.shape[0], -1, -1)
+        return F.scaled_dot_product_attention(q, self.keys(x), x)
+
+
+class Update(nn.Module):
+    """New slots from those before s (N, S, state size) and what was read x (N, S, slot size)."""
+
+    def __init__(self, config: Settings) -> None:
+        super().__init__()
+        size, self.kind = config.slot_size, config.update
+        self.state_size = 2 * size if self.kind == "sru" else size  # SRU's is [h; c], of which h is the slots
+        if self.kind == "feedforward":
+            self.inner = nn.Linear(2 * size, 2 * size)
+            self.outer = nn.Linear(2 * size, size)
+        elif self.kind == "tanh":
+            self.A = nn.Linear(size, size, bias=False)
+            self.B = nn.Linear(size, size)
+        elif self.kind == "gru":
+            self.cell = nn.GRUCell(size, size)
+        elif self.kind == "sru":
+            from undertow.nn import SRUCell
+
+            self.sru = SRUCell(size, size)
+
+    def slots(self, state: Tensor) -> Tensor:
+        """What is written of a state."""
+        return state.chunk(2, -1)[0] if self.kind == "sru" else state
+
+    def forward(self, x: Tensor, s: Tensor) -> Tensor:
+        """One step."""
+        if self.kind == "held":
+            return s
+        if self.kind == "feedforward":
+            return s + self.outer(F.gelu(self.inner(torch.cat([s, x], -1))))
+        if self.kind == "tanh":
+            return torch.tanh(self.A(s) + self.B(x))
+        N, S, size = x.shape
+        x = x.reshape(N * S, size)
+        if self.kind == "gru":
+            return self.cell(x, s.reshape(N * S, size).to(x.dtype)).view(N, S, size)
+        c = s.chunk(2, -1)[1]
+        h, c = self.sru(x[:, None], c.reshape(N * S, size))  # each slot is a text, of which this is one position
+        return torch.cat([h.view(N, S, size), c.view(N, S, size).to(h.dtype)], -1)
+
+
+class Write(nn.Module):
+    """Slots as keys and values of a layer, with a softmax of their own behind a gate that starts closed.
+
+    A share of the common softmax would change the base's output even with values of zero; so what the slots add is
+    tanh(gate) * softmax(q k / sqrt(e)) v, one gate a head, zero at the start.
+    """
+
+    def __init__(self, config: Settings, layer: Layer) -> None:
+        super().__init__()
+        size = config.slot_size
+        self.norm = nn.RMSNorm(size, eps=1e-6)
+        self.gate = nn.Parameter(torch.zeros(layer.heads))
+        if config.projection == "own":
+            self.keys = nn.Linear(size, layer.key_heads * layer.head_dim, bias=False)
+            self.values = nn.Linear(size, layer.key_heads * layer.head_dim, bias=False)
+
+    def forward(self, reading: Reading, layer: Layer, query: Tensor, slots: Tensor) -> Tensor:
+        """What the slots (N, S, slot size) add to attention, given un-rotated queries (N, H, L, head_dim)."""
+        x = self.norm(slots)
+        if hasattr(self, "keys"):
+            k, v = (p(x).view(*x.shape[:2], layer.key_heads, -1).transpose(1, 2) for p in (self.keys, self.values))
+        else:
+            k, v = keys_and_values(reading, layer, x)
+        out = F.scaled_dot_product_attention(
+            query, _repeat(k, layer).to(query.dtype), _repeat(v, layer).to(query.dtype)
+        )
+        return torch.tanh(self.gate).to(out.dtype)[:, None, None] * out
+
+
+class Recurrence(nn.Module):
+    """Read, update, write; and the slots that a document starts with."""
+
+    def __init__(self, config: Settings, anatomy: Anatomy) -> None:
+        super().__init__()
+        self.read = Read(config, len(config.read_layers) * anatomy.hidden_size)
+        self.update = Update(config)
+        self.write = nn.ModuleDict({str(i): Write(config, anatomy.layers[i]) for i in config.write_layers})
+        self.initial = nn.Parameter(torch.randn(config.slots, self.update.state_size))
+
+    def start(self, batch: int) -> Tensor:
+        """(B, S, state size), the state of a text that begins."""
+        return self.initial.expand(batch, -1, -1)
+
+    def add(self, reading: Reading, layer: Layer, query: Tensor) -> Tensor | None:
+        """What the slots add to a layer's attention; None in layers that are not written to."""
+        name = str(layer.index)
+        if name not in self.write:
+            return None
+        assert reading.slots is not None
+        state = reading.slots.roll(1, 0) if reading.swap else reading.slots
+        return self.write[name](reading, layer, query, self.update.slots(state).flatten(0, 1))
+
+    def scan(
+        self, pooled: Callable[[int], Tensor | None], slots: Tensor, fresh: Tensor, ends: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The sequential part: carry the slots over n steps.
+
+        Args:
+            pooled: x (B, S, slot size) of step i; None where no row completes a stride with it.
+            slots: (B, S, state size), before the first step.
+            fresh: (B, n) bool, a document starts with the step.
+            ends: (B, n) bool, the step completes a stride.
+
+        Returns:
+            The slots that each step reads, (B, n, S, state size), and those after the last.
+        """
+        read = []
+        for i in range(fresh.shape[1]):
+            slots = torch.where(fresh[:, i, None, None], self.start(len(slots)).to(slots.dtype), slots)
+            read.append(slots)
+            x = pooled(i)
+            if x is not None:
+                slots = torch.where(ends[:, i, None, None], self.update(x, slots).to(slots.dtype), slots)
+        return torch.stack(read, 1), slots

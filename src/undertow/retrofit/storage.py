@@ -1,0 +1,221 @@
+"""Adapters on disk: what differs from the base, and which base that is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .anatomy import plain_base, text_config
+from .config import RecurrenceConfig
+
+if TYPE_CHECKING:
+    from .modeling import RecurrentForCausalLM
+
+WEIGHTS = "model.safetensors"
+_SAMPLES = 16
+
+
+def describe(base: Any, name: str | None = None) -> dict[str, Any]:
+    """Which base an adapter belongs to: its name, its kind, and fingerprints of configuration and weights."""
+    known = name or getattr(base, "name_or_path", "") or getattr(base.config, "_name_or_path", "") or None
+    return {"name": known, "architecture": type(base).__name__, "fingerprint": fingerprint(base)}
+
+
+def fingerprint(base: nn.Module) -> str:
+    """Of a base's sizes and weights, whatever their dtype; adapters (LoRA) on it do not count.
+
+    Takes 16 values of each weight, in bfloat16, so that a base loaded in another precision is still the same.
+    """
+    config = text_config(base)
+    sizes = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    digest = hashlib.sha256(json.dumps({name: getattr(config, name, None) for name in sizes}).encode())
+    for name, tensor in sorted(_own_weights(base).items()):
+        flat = tensor.detach().flatten()
+        index = torch.linspace(0, len(flat) - 1, min(_SAMPLES, len(flat)), device=flat.device).long()
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(flat[index].to("cpu", torch.bfloat16).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _own_weights(base: nn.Module) -> dict[str, Tensor]:
+    """The base's parameters by the names they had before PEFT."""
+    return {
+        name.replace(".base_layer", ""): p
+        for name, p in base.named_parameters()
+        if ".lora_" not in name
+    }  # fmt: skip
+
+
+def lora_settings(model: Any) -> dict[str, Any] | None:
+    """Settings of the LoRA adapter that is on a model, ready for JSON.
+
+    Raises:
+        ValueError: several adapters, or one of another kind than LoRA.
+    """
+    if not hasattr(model, "peft_config"):
+        return None
+    configs = model.peft_config
+    if len(configs) != 1:
+        raise ValueError(f"a base with {len(configs)} PEFT adapters; a recurrence goes with one")
+    (settings,) = (config.to_dict() for config in configs.values())
+    if str(getattr(settings["peft_type"], "value", settings["peft_type"])) != "LORA":
+        raise ValueError(f"PEFT adapters of kind {settings['peft_type']} are not supported, LoRA is")
+    plain = json.dumps(settings, default=lambda x: sorted(x) if isinstance(x, set) else getattr(x, "value", str(x)))
+    return dict(json.loads(plain))
+
+
+def trained_state(model: RecurrentForCausalLM) -> dict[str, Tensor]:
+    """What differs from the base: the module, LoRA weights, and weights of the base that train."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, p in model.named_parameters():
+        if (name.startswith("recurrence.") or ".lora_" in name or p.requires_grad) and id(p) not in seen:
+            tensors[name] = p
+            seen.add(id(p))
+    return tensors
+
+
+def save(model: RecurrentForCausalLM, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
+    """Write `config.json` and `model.safetensors` into a folder.
+
+    Args:
+        model: what to save.
+        folder: made if missing.
+        state_dict: where the weights are to be taken from, as distributed training gathers them.
+    """
+    if folder.is_file():
+        raise NotADirectoryError(f"{folder} is a file, and an adapter wants a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = trained_state(model)
+    source = wanted if state_dict is None else {name: state_dict.get(name, p) for name, p in wanted.items()}
+    tensors = {name: p.detach().to("cpu").contiguous() for name, p in source.items()}
+    model.config.save_pretrained(folder)
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def read_config(folder: str | Path) -> Any:
+    """The configuration of an adapter.
+
+    Raises:
+        FileNotFoundError: no adapter there.
+        ValueError: a configuration of something else, or damaged.
+    """
+    from .modeling import RecurrentConfig
+
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no adapter: there is no config.json")
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(settings, dict) or settings.get("model_type") != RecurrentConfig.model_type:
+        raise ValueError(f"{folder} holds no recurrent model: its config.json does not say so")
+    return RecurrentConfig.from_dict(settings)
+
+
+def load_recurrent(
+    folder: str | Path, base: Any = None, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> RecurrentForCausalLM:
+    """Load an adapter that `save_pretrained` wrote.
+
+    Args:
+        folder: the adapter.
+        base: the model it belongs to, or where that is; None: the recorded name. A model is used as it is, not copied.
+        device: where to put it.
+        dtype: of a base that is loaded here; by default float32.
+
+    Raises:
+        FileNotFoundError: no adapter, or no base there.
+        ValueError: damaged files; another base than the adapter was made for, with what differs.
+    """
+    from .modeling import add_recurrence
+
+    folder = Path(folder)
+    config = read_config(folder)
+    weights = _weights(folder / WEIGHTS)
+    settings = RecurrenceConfig.from_dict(config.recurrence)
+    name = base if isinstance(base, str) else config.base.get("name")
+    if base is None or isinstance(base, str):
+        if not name:
+            raise ValueError(f"{folder}: its base has no name to load it by; give the base")
+        from .base import load_base
+
+        base = load_base(name, dtype=dtype or torch.float32)
+        base = base[0] if isinstance(base, tuple) else base
+    check_base_of(folder, config, base)
+    if config.lora is not None and not hasattr(base, "peft_config"):
+        base = add_lora(base, config.lora)
+    model = add_recurrence(base, settings, base_name=config.base.get("name"))
+    load_weights(model, weights, str(folder))
+    model.eval()
+    if device is not None:
+        torch.nn.Module.to(model, device)
+    return model
+
+
+def add_lora(base: Any, settings: dict[str, Any]) -> Any:
+    """Put a LoRA adapter on a base, by the settings that `lora_settings` gave.
+
+    Raises:
+        ModuleNotFoundError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("a LoRA adapter needs peft: pip install 'undertow[retrofit]'") from error
+    return get_peft_model(base, LoraConfig.from_peft_type(**settings))
+
+
+def check_base_of(folder: Path, config: Any, base: Any) -> None:
+    """Whether a base is the one that an adapter was made for.
+
+    Raises:
+        ValueError: what differs.
+    """
+    mine = describe(plain_base(base))
+    for what in ("architecture", "fingerprint"):
+        if mine[what] != config.base.get(what):
+            raise ValueError(
+                f"{folder} was made for another base ({config.base.get('name')}): its {what} is "
+                f"{config.base.get(what)}, this one's {mine[what]}"
+            )
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} holds no adapter: there is no {path.name}")
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or cut short: {error}") from error
+
+
+def load_weights(model: RecurrentForCausalLM, weights: dict[str, Tensor], what: str) -> None:
+    """Set the weights that `trained_state` names.
+
+    Raises:
+        ValueError: names or shapes that do not fit.
+    """
+    own = dict(model.named_parameters())
+    needed = {name for name in own if name.startswith("recurrence.") or ".lora_" in name}
+    if missing := sorted(needed - weights.keys()):
+        raise ValueError(f"{what}: weights are missing: {', '.join(missing[:3])}")
+    if unknown := sorted(weights.keys() - own.keys()):
+        raise ValueError(f"{what}: unknown weights: {', '.join(unknown[:3])}")
+    for name, tensor in weights.items():
+        if tensor.shape != own[name].shape:
+            raise ValueError(f"{what}: {name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}")
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
