@@ -627,6 +627,24 @@ def test_what_is_not_causal_is_refused_from_its_configuration(tmp_path: Path, co
         load_base(tmp_path / "m", say=None)
 
 
+def test_a_retrofit_is_not_a_base(tmp_path: Path) -> None:
+    from undertow.retrofit import RecurrenceConfig, add_recurrence
+
+    base = load_base(saved(tmp_path / "m", llama()), say=None)[0]
+    add_recurrence(base, RecurrenceConfig(window=16)).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=f"has a recurrence already, on the base {tmp_path / 'm'}"):
+        load_base(tmp_path / "adapter", say=None)
+
+
+def test_an_adapter_finds_its_gguf_base_again(tmp_path: Path) -> None:
+    from undertow.retrofit import RecurrenceConfig, add_recurrence, load_recurrent
+
+    base = load_base(write_gguf(tmp_path / "tiny.gguf", llama()), say=None)[0]
+    model = add_recurrence(base, RecurrenceConfig(window=16))
+    model.save_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(logits(load_recurrent(tmp_path / "adapter").eval()), logits(model.eval()))
+
+
 CAUSAL = ("gpt2", "llama", "gpt_neox", "qwen3", "gemma2", "gemma3", "gemma3_text", "mistral", "phi3", "opt", "mamba")
 
 

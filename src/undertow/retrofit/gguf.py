@@ -217,7 +217,7 @@ def _make_copy(path: Path, name: str, source: dict[str, Any], final: Path, say: 
     needed = 4 * header.values
     say(
         f"{name}: {_bytes(source['size'])} on disk, {header.values:,} parameters, {_bytes(needed)} of memory once "
-        f"dequantised to float32, {_bytes(2 * needed)} for a moment while that is done"
+        f"dequantised to float32, up to {_bytes(2 * needed)} while that is done"
     )
     free = shutil.disk_usage(final.parent).free
     if free < needed:

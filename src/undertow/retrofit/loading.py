@@ -56,6 +56,11 @@ def check_causal(config: PreTrainedConfig, name: str) -> PreTrainedModel:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     kind = config.model_type
+    if kind == "undertow_recurrent":
+        known: Any = getattr(config, "base", None) or {}
+        raise ValueError(
+            f"{name} has a recurrence already, on the base {known.get('name')}; load_recurrent loads it as it is"
+        )
     if config.is_encoder_decoder:
         raise ValueError(
             f"{name} cannot be a base: it is an encoder-decoder ({kind}), whose decoder needs an encoder's output; "
