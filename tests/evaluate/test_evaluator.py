@@ -137,7 +137,7 @@ def test_plain_transformer_reads_disjoint_windows(tmp_path: Path) -> None:
     model = llama().eval()
     result = evaluate(model, store, batch_size=4, window=10)
     assert not result.state_carried
-    assert (result.batch_size, result.window, result.attention_window) == (1, 10, None)
+    assert (result.batch_size, result.window, result.attention_window) == (4, 10, None)
     ids = torch.tensor([[256, *TEXTS[3]]])
     total = 0.0
     for begin in range(0, len(TEXTS[3]), 10):

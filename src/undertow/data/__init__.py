@@ -13,7 +13,7 @@ from undertow.data.documents import Document, read_documents
 from undertow.data.splits import DataConfig, DocumentSplits, Splits, cached_store, prepare, split_documents
 from undertow.data.stdlib import stdlib_documents, stdlib_split
 from undertow.data.store import TokenStore
-from undertow.data.stream import IGNORED, Piece, Stream, evaluation_pieces
+from undertow.data.stream import IGNORED, Piece, Stream, evaluation_pieces, window_pieces
 from undertow.data.tokenizer import (
     TextDecoder,
     byte_tokenizer,
@@ -48,4 +48,5 @@ __all__ = [
     "stdlib_split",
     "tokenizer_fingerprint",
     "train_tokenizer",
+    "window_pieces",
 ]

@@ -28,6 +28,7 @@ class Piece:
         resets: (B, T) bool, True where a document begins: whatever is carried is forgotten *before* that input.
         attention_mask: (B, T) int64, 0 where a row has ended and is padded; None: no padding in this piece.
         documents: (B, T) int64, the store's index of the document of each target, -1 on padding; None in training.
+        positions: (B, T) int64, how many inputs of its document stand before each, 0 on padding; None in training.
     """
 
     input_ids: Tensor
@@ -35,6 +36,7 @@ class Piece:
     resets: Tensor
     attention_mask: Tensor | None = None
     documents: Tensor | None = None
+    positions: Tensor | None = None
 
     @property
     def scored(self) -> int:
@@ -222,7 +224,94 @@ def _remedy(tokens: int, batch_size: int, window: int) -> str:
     return f"take window {tokens:,} or less (with batch_size 1), or more text"
 
 
-class evaluation_pieces:
+class _Scored:
+    """What is read of each document, and what of it is scored.
+
+    A document ``[bos] + tokens`` is read up to its last token but one, and its targets are its tokens: ``bos`` is never
+    a target, and neither is the end of a document, which training does ask for. Without a ``bos`` a document's first
+    token has nothing before it and is not scored.
+
+    Args:
+        store: the tokens.
+        limit: score only this many tokens, the first ones of the store that would be scored; None: all.
+        skip: the first tokens of each document, which are read and not scored.
+        per_document: read only so many tokens of each document, its first ones, those skipped included; None: all.
+
+    Attributes:
+        scored: number of targets that are scored in all.
+        sizes: (documents,) inputs that are read, as many as there are targets up to the last one scored.
+        first: (documents,) how many of those are not scored.
+
+    Raises:
+        ValueError: nothing can be scored.
+    """
+
+    def __init__(self, store: TokenStore, limit: int | None, skip: int, per_document: int | None) -> None:
+        _check(**{
+            name: value for name, value in (("limit", limit), ("per_document", per_document)) if value is not None
+        })  # fmt: skip
+        if skip < 0:
+            raise ValueError(f"skip must not be negative, got {skip}")
+        self.store = store
+        self._separator = store.bos_token_id is not None
+        unseen = int(not self._separator)  # tokens at a document's start that cannot be targets
+        tokens = store.documents["tokens"].astype(np.int64)
+        ends = tokens if per_document is None else np.minimum(tokens, per_document)
+        sizes = np.maximum(ends - unseen, 0)
+        first = np.minimum(max(skip - unseen, 0), sizes)
+        scored = sizes - first
+        if limit is not None:
+            done = np.cumsum(scored) - scored
+            scored = np.clip(limit - done, 0, scored)
+        self.sizes = np.where(scored > 0, first + scored, 0)
+        self.first = first
+        self.scored = int(scored.sum())
+        if not self.scored:
+            if skip or per_document is not None:
+                raise ValueError(
+                    f"there is nothing to score: no document has a token after its first {skip:,}"
+                    + ("" if per_document is None else f" and within its first {per_document:,}")
+                )
+            raise ValueError("there is nothing to score: the documents hold no token that has one before it")
+
+    def _lay(self, rows: list[tuple[NDArray[np.int64], NDArray[np.int64], int]], width: int) -> Piece:
+        """A piece from rows: of every input the document and the place in it, and from which place on it is scored."""
+        shape = (len(rows), width)
+        starts = self.store.documents["start"]
+        padding = 0 if self.store.bos_token_id is None else self.store.bos_token_id
+        ids = np.full(shape, padding, dtype=np.int64)
+        targets = np.full(shape, IGNORED, dtype=np.int64)
+        documents = np.full(shape, -1, dtype=np.int64)
+        positions = np.zeros(shape, dtype=np.int64)
+        resets = np.zeros(shape, dtype=bool)
+        for b, (document, within, scored_from) in enumerate(rows):
+            n = len(within)
+            if not n:
+                continue
+            source = starts[document] + within
+            if self._separator:
+                ids[b, :n] = self.store.tokens[np.maximum(source - 1, 0)]
+                ids[b, :n][within == 0] = padding  # bos
+                wanted = self.store.tokens[source]
+            else:
+                ids[b, :n] = self.store.tokens[source]
+                wanted = self.store.tokens[source + 1]
+            scored = within >= np.maximum(self.first[document], scored_from)
+            targets[b, :n] = np.where(scored, wanted, IGNORED)
+            documents[b, :n] = document
+            positions[b, :n] = within
+            resets[b, :n] = within == 0
+        return Piece(
+            torch.from_numpy(ids),
+            torch.from_numpy(targets),
+            torch.from_numpy(resets),
+            None if documents.min() >= 0 else torch.from_numpy((documents >= 0).astype(np.int64)),
+            torch.from_numpy(documents),
+            torch.from_numpy(positions),
+        )
+
+
+class evaluation_pieces(_Scored):
     """Pieces that score every token of every document exactly once, each with all of its document before it.
 
     Rows hold whole documents in the store's order, the longest ones dealt first so that rows come out about equal; a
@@ -237,9 +326,12 @@ class evaluation_pieces:
         batch_size: rows; fewer where more could not be filled, since a document is read by one row.
         window: tokens a row a piece; the last piece may be narrower.
         limit: score only this many tokens, the first ones of the store; None: all.
+        skip: the first tokens of each document, which are read and not scored.
+        per_document: read only so many tokens of each document, those skipped included; None: all.
 
     Attributes:
         scored: number of targets that are scored in all pieces together.
+        tokens: number of tokens that are read, padding not counted.
         batch_size: rows of each piece.
 
     Raises:
@@ -251,63 +343,109 @@ class evaluation_pieces:
         ...     sums.index_add_(0, piece.documents.flatten(), nll.flatten())  # where documents >= 0
     """
 
-    def __init__(self, store: TokenStore, batch_size: int, window: int, *, limit: int | None = None) -> None:
-        _check(batch_size=batch_size, window=window, **({} if limit is None else {"limit": limit}))
-        self.store, self.window = store, window
-        self._separator = store.bos_token_id is not None
-        # Inputs a document: as many as it has targets.
-        sizes = np.maximum(store.documents["tokens"].astype(np.int64) - (not self._separator), 0)
-        if limit is not None:
-            done = np.cumsum(sizes) - sizes
-            sizes = np.clip(limit - done, 0, sizes)
-        self.scored = int(sizes.sum())
-        if not self.scored:
-            raise ValueError("there is nothing to score: the documents hold no token that has one before it")
+    def __init__(
+        self,
+        store: TokenStore,
+        batch_size: int,
+        window: int,
+        *,
+        limit: int | None = None,
+        skip: int = 0,
+        per_document: int | None = None,
+    ) -> None:
+        _check(batch_size=batch_size, window=window)
+        super().__init__(store, limit, skip, per_document)
+        self.window = window
+        self.tokens = int(self.sizes.sum())
         # A document is read by one row, so the longest one sets the number of pieces: rows that it does not leave
         # enough for would only be padded.
-        self.batch_size = min(batch_size, int(np.count_nonzero(sizes)), -(-self.scored // int(sizes.max())))
-        self._rows = [np.sort(row) for row in _deal(sizes, self.batch_size)]
-        self._ends = [np.cumsum(sizes[row]) for row in self._rows]
-        self._sizes = sizes
+        self.batch_size = min(batch_size, int(np.count_nonzero(self.sizes)), -(-self.tokens // int(self.sizes.max())))
+        self._rows = [np.sort(row) for row in _deal(self.sizes, self.batch_size)]
+        self._ends = [np.cumsum(self.sizes[row]) for row in self._rows]
         self._longest = max(int(ends[-1]) for ends in self._ends)
 
     def __len__(self) -> int:
         return -(-self._longest // self.window)
 
     def __iter__(self) -> Iterator[Piece]:
-        starts = self.store.documents["start"]
         for begin in range(0, self._longest, self.window):
-            shape = (self.batch_size, min(self.window, self._longest - begin))
-            padding = 0 if self.store.bos_token_id is None else self.store.bos_token_id
-            ids = np.full(shape, padding, dtype=np.int64)
-            targets = np.full(shape, IGNORED, dtype=np.int64)
-            documents = np.full(shape, -1, dtype=np.int64)
-            resets = np.zeros(shape, dtype=bool)
-            for b, (row, ends) in enumerate(zip(self._rows, self._ends, strict=True)):
-                place = np.arange(begin, min(begin + shape[1], int(ends[-1])))
-                if not len(place):
-                    continue
+            width = min(self.window, self._longest - begin)
+            rows = []
+            for row, ends in zip(self._rows, self._ends, strict=True):
+                place = np.arange(begin, min(begin + width, int(ends[-1])))
                 nth = np.searchsorted(ends, place, side="right")
                 document = row[nth]
-                within = place - ends[nth] + self._sizes[document]
-                source = starts[document] + within
-                n = len(place)
-                if self._separator:
-                    ids[b, :n] = self.store.tokens[np.maximum(source - 1, 0)]
-                    ids[b, :n][within == 0] = padding  # bos
-                    targets[b, :n] = self.store.tokens[source]
-                else:
-                    ids[b, :n] = self.store.tokens[source]
-                    targets[b, :n] = self.store.tokens[source + 1]
-                documents[b, :n] = document
-                resets[b, :n] = within == 0
-            yield Piece(
-                torch.from_numpy(ids),
-                torch.from_numpy(targets),
-                torch.from_numpy(resets),
-                None if documents.min() >= 0 else torch.from_numpy((documents >= 0).astype(np.int64)),
-                torch.from_numpy(documents),
-            )
+                rows.append((document, place - ends[nth] + self.sizes[document], 0))
+            yield self._lay(rows, width)
+
+
+class window_pieces(_Scored):
+    """Windows that score every token of every document exactly once, each window to be read on its own.
+
+    A row is one window of one document: its first window is the document's first ``window`` inputs, and each further
+    one begins ``stride`` inputs later and scores the ``stride`` it has not shared with the one before. So with
+    ``stride`` = ``window`` they are disjoint, with half of it each target but the first ones has at least half a window
+    before it. The last window of a document may be shorter; it is padded on the right. Documents never share a window.
+
+    Args:
+        store, limit, skip, per_document: as for :class:`evaluation_pieces`. Windows in which nothing is scored are not
+            read.
+        batch_size: windows a piece; the last piece may have fewer.
+        window: inputs a window.
+        stride: inputs from a window's begin to the next one's; None: ``window``.
+
+    Attributes:
+        scored: number of targets that are scored in all pieces together.
+        tokens: inputs that the windows do not share, those skipped included: what reading on by one costs is shared out
+            over them.
+        batch_size: rows of a piece.
+
+    Raises:
+        ValueError: nothing can be scored; a stride longer than the window, which would leave tokens out.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        batch_size: int,
+        window: int,
+        stride: int | None = None,
+        *,
+        limit: int | None = None,
+        skip: int = 0,
+        per_document: int | None = None,
+    ) -> None:
+        stride = window if stride is None else stride
+        _check(batch_size=batch_size, window=window, stride=stride)
+        if stride > window:
+            raise ValueError(f"stride {stride} is longer than the window of {window}: it would leave tokens out")
+        super().__init__(store, limit, skip, per_document)
+        self.window, self.stride = window, stride
+        # Of each document the windows from the first that scores anything to the last; window k ends at window + k C.
+        wanted = self.sizes > 0
+        self._first = np.where(wanted, np.maximum(-(-(self.first + 1 - window) // stride), 0), 0)
+        self._last = np.where(wanted, np.maximum(-(-(self.sizes - window) // stride), 0), -1)
+        self.windows = int((self._last - self._first + 1).sum())
+        self.batch_size = min(batch_size, self.windows)
+        fresh = np.where(self._first > 0, window + (self._first - 1) * stride, 0)
+        self.tokens = int((self.sizes - fresh)[wanted].sum())
+
+    def __len__(self) -> int:
+        return -(-self.windows // self.batch_size)
+
+    def __iter__(self) -> Iterator[Piece]:
+        rows: list[tuple[NDArray[np.int64], NDArray[np.int64], int]] = []
+        for document in np.flatnonzero(self.sizes):
+            for k in range(int(self._first[document]), int(self._last[document]) + 1):
+                begin = k * self.stride
+                within = np.arange(begin, min(begin + self.window, int(self.sizes[document])))
+                scored_from = begin + self.window - self.stride if k else 0
+                rows.append((np.full(len(within), document), within, scored_from))
+                if len(rows) == self.batch_size:
+                    yield self._lay(rows, max(len(row[1]) for row in rows))
+                    rows = []
+        if rows:
+            yield self._lay(rows, max(len(row[1]) for row in rows))
 
 
 def _deal(sizes: NDArray[np.int64], rows: int) -> list[NDArray[np.int64]]:
