@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .config import Settings
+from .selection import attend, softmax
 from .windows import Grid, in_window, number
 
 NAME = "undertow"
@@ -66,6 +67,11 @@ class Layer:
         turned, _ = apply(x[..., :r], x[:, :0, :, :r], cos, sin)
         return turned if r == x.shape[-1] else torch.cat([turned, x[..., r:]], -1)
 
+    def repeat(self, x: Tensor) -> Tensor:
+        """Keys or values (N, key heads, K, head_dim), one a query head."""
+        times = self.heads // self.key_heads
+        return x if times == 1 else x.repeat_interleave(times, 1)
+
 
 @dataclass
 class Reading:
@@ -77,7 +83,7 @@ class Reading:
     """Tensors of the state, by name."""
     slots: Tensor | None = None
     """(B, n, S, state size) the slots that each step reads; set before a layer that they are written to runs."""
-    write: Callable[[Reading, Layer, Tensor], Tensor | None] = lambda reading, layer, query: None
+    write: Callable[[Reading, Layer, Tensor, float], Tensor | None] = lambda reading, layer, query, scale: None
     """What the slots add to a layer's attention: given queries (B n, H, L, head_dim), the same shape or None."""
     swap: bool = False
     """Read the selected keys of the row before (a control)."""
@@ -180,42 +186,19 @@ def attention(
         K = layer.rotate(K, table, reading.key_number.flatten(0, 1))
     scale = scaling if scaling is not None else 1 / math.sqrt(q.shape[-1])
     allowed = attention_mask.allowed
-    selects = reading.config.selected > 0 and not attention_mask.local
-    if selects:
-        selection = Selection.of(reading, layer, table)
-        K, V, allowed = selection.join(K, V, allowed)
-    if softcap is None and not selects:
-        out = F.scaled_dot_product_attention(
-            q, _repeat(K, layer), _repeat(V, layer), allowed, dropout_p=dropout, scale=scale
-        )
+    if reading.config.selected and not attention_mask.local:
+        out = attend(reading, layer, q, (K, V, allowed), (all_key, all_value), scale, softcap, dropout)
+    elif softcap is not None:
+        out = F.dropout(softmax(q, layer.repeat(K), allowed, scale, softcap).to(q.dtype), dropout) @ layer.repeat(V)
     else:
-        weights = _weights(q, _repeat(K, layer), allowed, scale, softcap)  # (B n, H, L, K) float32
-        if selects:
-            selection.received(weights.detach())
-        out = F.dropout(weights.to(q.dtype), dropout) @ _repeat(V, layer)
+        K, V = layer.repeat(K), layer.repeat(V)
+        out = F.scaled_dot_product_attention(q, K, V, allowed, dropout_p=dropout, scale=scale)
     for what, whole in (("keys", all_key), ("values", all_value)):
         reading.left[name + what] = whole if grid.kept is None else _take(whole, grid.kept)
-    if selects:
-        selection.choose(all_key, all_value)
-    added = reading.write(reading, layer, raw)
+    added = reading.write(reading, layer, raw, scale)
     if added is not None:
         out = out + added
     return out.view(B, n, layer.heads, L, -1).transpose(2, 3).flatten(1, 2), None
-
-
-def _weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Softmax over keys (N, H, L, K) in float32, or float64 where the model is."""
-    scores = (q @ k.transpose(2, 3)) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-    return scores.to(wide).masked_fill(~allowed, -math.inf).softmax(-1)
-
-
-def _repeat(x: Tensor, layer: Layer) -> Tensor:
-    """Keys or values (N, key heads, K, head_dim), one a query head."""
-    times = layer.heads // layer.key_heads
-    return x if times == 1 else x.repeat_interleave(times, 1)
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
@@ -228,121 +211,6 @@ def _windows(whole: Tensor, past: Tensor, own: Tensor, n: int) -> Tensor:
     B, h, _, e = own.shape
     before = _take(whole, past.flatten(1)).view(B, h, n, -1, e)
     return torch.cat([before, own.view(B, h, n, -1, e)], 3).transpose(1, 2).flatten(0, 1)
-
-
-@dataclass
-class Selection:
-    """Keys and values that a layer keeps of what leaves its window: those that received the most attention.
-
-    The idea of heavy hitters (Zhang et al. 2023, arXiv 2306.14048), with choices at strides' ends only, so that they
-    do not depend on how the text is cut. State of a layer, beside keys and values (B, h, M, e) of the window:
-    `mass`, `taken` (B, h, M): attention received, and whether the position was chosen already; `kept_keys`,
-    `kept_values` (B, h, S, e), `kept_position`, `kept_mass`, `kept_real` (B, h, S).
-    """
-
-    reading: Reading
-    layer: Layer
-    keys: Tensor
-    values: Tensor
-    position: Tensor
-    real: Tensor
-    mass: Tensor
-    table: tuple[Tensor, Tensor] | None
-    window_mass: Tensor | None = None
-
-    @classmethod
-    def of(cls, reading: Reading, layer: Layer, table: tuple[Tensor, Tensor] | None) -> Selection:
-        """What the layer has kept so far."""
-        memory, name = reading.memory, f"{layer.index}.kept_"
-        if name + "keys" in memory:
-            keys, values, position, mass, real = (
-                memory[name + part] for part in ("keys", "values", "position", "mass", "real")
-            )
-            real = real & ~reading.grid.fresh[:, :, None]
-            return cls(reading, layer, keys, values, position, real, mass, table)
-        B, S, device = reading.grid.size[0], reading.config.selected, reading.grid.real.device
-        dtype = next(layer.module.parameters()).dtype
-        shape, wide = (B, layer.key_heads, S), torch.float64 if dtype == torch.float64 else torch.float32
-        none = torch.zeros(*shape, layer.head_dim, device=device, dtype=dtype)
-        position = torch.zeros(shape, dtype=torch.long, device=device)
-        return cls(reading, layer, none, none, position, position.bool(), position.to(wide), table)
-
-    def join(self, K: Tensor, V: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Kept keys before those of the window, (B, h, S + M + L, e), and which a query sees, (B, H, L, S + M + L)."""
-        reading, layer = self.reading, self.layer
-        B, h, S, e = self.keys.shape
-        keys, values, real = self.keys, self.values, self.real
-        begin = reading.grid.begin[:, :, None].expand(B, h, 1).flatten(0, 1)
-        numbers = number(self.position.view(B * h, 1, S), begin, reading.config)[:, 0]  # (B h, S)
-        if self.table is not None:
-            keys = layer.rotate(keys.reshape(B * h, 1, S, e), self.table, numbers).view(B, h, S, e)
-        if reading.swap:
-            keys, values, real = (t.roll(1, 0) for t in (keys, values, real))
-        times, L = layer.heads // h, allowed.shape[2]
-        M = allowed.shape[3] - L
-        taken = reading.memory.get(f"{layer.index}.taken")
-        if taken is not None:
-            free = F.pad(~taken, (0, L), value=True).repeat_interleave(times, 1)[:, :, None]
-            allowed = allowed & free
-        elif M:
-            raise RuntimeError("a memory without its selection")
-        seen = real.repeat_interleave(times, 1)[:, :, None].expand(B, layer.heads, L, S)
-        seen = seen & reading.grid.real[:, 0, None, :, None]
-        allowed = allowed.expand(B, layer.heads, L, M + L)
-        return torch.cat([keys.to(K.dtype), K], 2), torch.cat([values.to(V.dtype), V], 2), torch.cat([seen, allowed], 3)
-
-    def received(self, weights: Tensor) -> None:
-        """Add attention (B, H, L, S + M + L) to what positions have received."""
-        reading, (B, h, S) = self.reading, self.mass.shape
-        real = reading.grid.real[:, 0, None, :, None]
-        got = (weights * real).sum(2).view(B, h, -1, weights.shape[3]).sum(2).to(self.mass.dtype)  # (B, h, S + M + L)
-        kept, window = got[..., :S], got[..., S:]
-        self.mass = torch.where(self.real, self.mass, 0) + (kept.roll(-1, 0) if reading.swap else kept)
-        before = reading.memory.get(f"{self.layer.index}.mass")
-        self.window_mass = window if before is None else window + F.pad(before, (0, window.shape[2] - before.shape[2]))
-
-    def choose(self, all_key: Tensor, all_value: Tensor) -> None:
-        """Where a stride ends, let what will leave the window in the next one compete with what is kept."""
-        reading, layer, grid, config = self.reading, self.layer, self.reading.grid, self.reading.config
-        assert self.window_mass is not None
-        assert grid.kept is not None
-        B, h, S = self.mass.shape
-        name = f"{layer.index}."
-        taken = reading.memory.get(name + "taken")
-        M = all_key.shape[2]
-        taken = self.real.new_zeros(B, h, M) if taken is None else F.pad(taken, (0, M - taken.shape[2]))
-        index = grid.kept[:, None].expand(B, h, -1)
-        mass, taken = self.window_mass.gather(2, index), taken.gather(2, index)
-        kept = {"keys": self.keys, "values": self.values, "position": self.position, "mass": self.mass,
-                "real": self.real}  # fmt: skip
-        ended = grid.ends(config.stride)[:, 0]  # (B,)
-        if bool(ended.any()):
-            decay = config.selected_decay ** (config.stride / 128)
-            position = grid.kept_position[:, None].expand(B, h, -1)
-            leaves = position + config.window <= grid.end[:, -1, None, None] + config.stride - 1
-            free = grid.kept_real[:, None] & leaves & (position >= config.sinks) & ~taken
-            # Candidates in the order of the text, so that a stable sort from the right lets the later of equals win.
-            score = torch.cat([self.mass.masked_fill(~self.real, -1), mass.masked_fill(~free, -1)], 2)
-            where = torch.cat([self.position.masked_fill(~self.real, -1), position], 2)
-            by_position = where.argsort(dim=2, stable=True).flip(2)
-            best = score.gather(2, by_position).argsort(dim=2, descending=True, stable=True)[..., :S]
-            best = by_position.gather(2, best)  # (B, h, S) of [kept, window]
-            chosen = torch.zeros_like(score, dtype=torch.bool).scatter(2, best, True)
-            K, V = (torch.cat([a.to(b.dtype), _take(b, grid.kept)], 2)
-                    for a, b in ((self.keys, all_key), (self.values, all_value)))  # fmt: skip
-            deep = best[..., None].expand(B, h, S, K.shape[3])
-            new = {"keys": K.gather(2, deep), "values": V.gather(2, deep), "position": where.gather(2, best),
-                   "mass": score.gather(2, best) * decay, "real": score.gather(2, best) >= 0}  # fmt: skip
-            kept = {part: _where(ended, new[part], kept[part]) for part in kept}
-            taken = _where(ended, taken | (chosen[..., S:] & free), taken)
-            mass = _where(ended, mass * decay, mass)
-        reading.left |= {f"{name}kept_{part}": tensor for part, tensor in kept.items()}
-        reading.left |= {name + "mass": mass, name + "taken": taken}
-
-
-def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """`new` in the rows (B,), `old` elsewhere."""
-    return torch.where(rows.view(-1, *[1] * (new.dim() - 1)), new, old.to(new.dtype))
 
 
 @contextlib.contextmanager

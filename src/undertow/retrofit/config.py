@@ -39,6 +39,8 @@ class RecurrenceConfig:
     attention. Needs no training."""
     selected_decay: float = 0.9
     """What attention received counts after another 128 positions, beside newly received attention."""
+    selected_distance: int = 32
+    """Only attention from at least so far away counts: close by, everything receives some."""
     read: Read = "queries"
     """How the hidden states of a stride become S vectors: the means of S equal parts, the last S positions, or S
     learned queries attending over it."""
@@ -66,11 +68,11 @@ class RecurrenceConfig:
                 continue
             if value not in get_args(choices):
                 raise ValueError(f"{name} should be one of {', '.join(get_args(choices))}, not {value!r}")
-        for name, least in (("window", 1), ("stride", 1), ("sinks", 0), ("reach", 1), ("slots", 0), ("selected", 0),
-                            ("slot_size", 1), ("bptt", 1)):  # fmt: skip
+        least = {"sinks": 0, "slots": 0, "selected": 0, "selected_distance": 0}
+        for name in ("window", "stride", "reach", "slot_size", "bptt", *least):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise ValueError(f"{name} should be a whole number, at least {least}, not {value!r}")
+            if value is not None and (not isinstance(value, int) or value < least.get(name, 1)):
+                raise ValueError(f"{name} should be a whole number, at least {least.get(name, 1)}, not {value!r}")
         if not 0 <= self.selected_decay <= 1:
             raise ValueError(f"selected_decay should be between 0 and 1, not {self.selected_decay}")
         for name in ("read_layers", "write_layers"):

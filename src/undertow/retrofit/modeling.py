@@ -134,12 +134,10 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
 
     def _order(self) -> tuple[bool, str]:
         settings = self.settings
-        if settings.selected:
-            return False, "what a layer keeps of a stride is chosen by the attention of the stride before"
         if settings.recompute and self.training:
             return False, "recompute holds the activations of one stride at a time"
         if not settings.slots:
-            return True, "nothing is carried beyond the window"
+            return True, "a layer's keys depend on that layer alone"
         read, write = max(settings.read_layers), min(settings.write_layers)
         if settings.update == "held":
             return True, "the slots stay at their learned start"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .anatomy import Anatomy
-from .attention import Layer, Reading, _repeat, keys_and_values
+from .attention import Layer, Reading, keys_and_values
 from .config import Settings
 
 
@@ -97,16 +97,15 @@ class Write(nn.Module):
             self.keys = nn.Linear(size, layer.key_heads * layer.head_dim, bias=False)
             self.values = nn.Linear(size, layer.key_heads * layer.head_dim, bias=False)
 
-    def forward(self, reading: Reading, layer: Layer, query: Tensor, slots: Tensor) -> Tensor:
+    def forward(self, reading: Reading, layer: Layer, query: Tensor, slots: Tensor, scale: float) -> Tensor:
         """What the slots (N, S, slot size) add to attention, given un-rotated queries (N, H, L, head_dim)."""
         x = self.norm(slots)
         if hasattr(self, "keys"):
             k, v = (p(x).view(*x.shape[:2], layer.key_heads, -1).transpose(1, 2) for p in (self.keys, self.values))
         else:
             k, v = keys_and_values(reading, layer, x)
-        out = F.scaled_dot_product_attention(
-            query, _repeat(k, layer).to(query.dtype), _repeat(v, layer).to(query.dtype)
-        )
+        k, v = (layer.repeat(t).to(query.dtype) for t in (k, v))
+        out = F.scaled_dot_product_attention(query, k, v, scale=scale)
         return torch.tanh(self.gate).to(out.dtype)[:, None, None] * out
 
 
@@ -124,14 +123,14 @@ class Recurrence(nn.Module):
         """(B, S, state size), the state of a text that begins."""
         return self.initial.expand(batch, -1, -1)
 
-    def add(self, reading: Reading, layer: Layer, query: Tensor) -> Tensor | None:
+    def add(self, reading: Reading, layer: Layer, query: Tensor, scale: float) -> Tensor | None:
         """What the slots add to a layer's attention; None in layers that are not written to."""
         name = str(layer.index)
         if name not in self.write:
             return None
         assert reading.slots is not None
         state = reading.slots.roll(1, 0) if reading.swap else reading.slots
-        return self.write[name](reading, layer, query, self.update.slots(state).flatten(0, 1))
+        return self.write[name](reading, layer, query, self.update.slots(state).flatten(0, 1), scale)
 
     def scan(
         self, pooled: Callable[[int], Tensor | None], slots: Tensor, fresh: Tensor, ends: Tensor

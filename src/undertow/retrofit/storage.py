@@ -38,7 +38,8 @@ def fingerprint(base: nn.Module) -> str:
     digest = hashlib.sha256(json.dumps({name: getattr(config, name, None) for name in sizes}).encode())
     for name, tensor in sorted(_own_weights(base).items()):
         flat = tensor.detach().flatten()
-        index = torch.linspace(0, len(flat) - 1, min(_SAMPLES, len(flat)), device=flat.device).long()
+        count = min(_SAMPLES, len(flat))
+        index = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(1, count - 1)
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(flat[index].to("cpu", torch.bfloat16).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]

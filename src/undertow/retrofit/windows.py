@@ -100,6 +100,14 @@ class Grid:
     """(B, M') bool."""
     kept_position: Tensor
     """(B, M')"""
+    source_real: Tensor
+    """(B, M + n L) bool: memory and columns, in the order of the text."""
+    source_position: Tensor
+    """(B, M + n L)"""
+    source_document: Tensor
+    """(B, M + n L) which of the row's documents in the grid they belong to; the memory's is 0."""
+    document: Tensor
+    """(B, n) the same of each step."""
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -115,6 +123,11 @@ class Grid:
     def ends(self, stride: int) -> Tensor:
         """(B, n) bool: the step completes a stride."""
         return self.busy & (self.end % stride == 0)
+
+    def document_sources(self, i: int) -> Tensor:
+        """(B, M + n L) bool, what there was of the document that step i belongs to, at its end."""
+        before = self.source_position < self.end[:, i, None]
+        return self.source_real & (self.source_document == self.document[:, i, None]) & before
 
     @property
     def key_position(self) -> Tensor:
@@ -218,7 +231,7 @@ def build_grid(
         seen = all_real[:, None] & (all_document[:, None] == document[:, :, None]) & (here < at) & busy[:, :, None]
         seen &= (all_step < torch.arange(count, device=device)[:, None])[None]
         seen &= (here > at - config.window) | (here < config.sinks)
-        past, past_real = _compact(seen)
+        past, past_real = compact(seen)
         past_position = all_position[:, None].expand(B, count, -1).gather(2, past)
     else:  # every step begins a window
         past = torch.zeros(B, count, 0, dtype=torch.long, device=device)
@@ -227,7 +240,8 @@ def build_grid(
     last = end[:, -1:]  # (B, 1) the position of the next token
     keep = all_real & (all_document == document[:, -1:])
     if config.policy == "sliding":
-        keep &= (all_position > last - config.window) | (all_position < config.sinks)
+        # Where keys are selected, the one that has just left may still be chosen.
+        keep &= (all_position > last - config.window - (config.selected > 0)) | (all_position < config.sinks)
     else:
         step = busy.sum(1, keepdim=True) - 1  # the row's last step; -1: it has none, and its memory stays
         keep &= (all_step == step) | ((all_step == -1) & (step <= 0) & ~(fresh.any(1, keepdim=True)))
@@ -239,17 +253,17 @@ def build_grid(
     most = int(keep.sum(1).max()) if keep.numel() else 0
     # Sorting the memory out at every token would cost more than it saves: a stride's worth may wait.
     if config.policy != "sliding" or config.selected or count > 1 or keep.shape[1] >= most + C:
-        order, kept_real = _compact(keep)
+        order, kept_real = compact(keep)
         kept, kept_position = order, all_position.gather(1, order)
     else:
         kept_real, kept_position = keep, all_position
     return Grid(
         source, real, position, begin, end, busy, context, past, past_real, past_position, kept, kept_real,
-        kept_position,
+        kept_position, all_real, all_position, all_document, document,
     )  # fmt: skip
 
 
-def _compact(wanted: Tensor) -> tuple[Tensor, Tensor]:
+def compact(wanted: Tensor) -> tuple[Tensor, Tensor]:
     """Indices (…, K) of the true entries of the last dimension, in order, and which of those indices are true ones."""
     size = int(wanted.sum(-1).max()) if wanted.numel() else 0
     order = wanted.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :size]
