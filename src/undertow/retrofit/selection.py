@@ -202,14 +202,17 @@ def _choose(
     position = grid.source_position.gather(1, place)[:, None].expand(B, h, R)
     place = place[:, None].expand(B, h, R)
     deep = place[..., None].expand(B, h, R, e)
-    its = received.gather(2, place)
+    keys, values = (
+        torch.cat([mine.to(whole.dtype), whole.gather(2, deep)], 2)
+        for mine, whole in zip((kept.keys, kept.values), sources, strict=True)
+    )
     new = Kept(
-        *(torch.cat([mine.to(whole.dtype), whole.gather(2, deep)], 2)
-          for mine, whole in zip((kept.keys, kept.values), sources, strict=True)),
+        keys,
+        values,
         torch.cat([kept.position, position], 2),
-        torch.cat([kept.received, its], 2),
+        torch.cat([kept.received, received.gather(2, place)], 2),
         torch.cat([kept.real, real[:, None].expand(B, h, R)], 2),
-    )  # fmt: skip
+    )
     worth = score(new.received, new.position, end[:, None].expand_as(new.position), settings).masked_fill(~new.real, -1)
     # The heaviest, the later of equals first; then in the order of the text again.
     best = (S + R - 1 - worth.flip(2).argsort(dim=2, descending=True, stable=True)[..., :S]).sort(2).values

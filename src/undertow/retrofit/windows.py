@@ -241,7 +241,7 @@ def build_grid(
     keep = all_real & (all_document == document[:, -1:])
     if config.policy == "sliding":
         # Where keys are selected, the one that has just left may still be chosen.
-        keep &= (all_position > last - config.window - (config.selected > 0)) | (all_position < config.sinks)
+        keep &= (all_position > last - (config.window + (config.selected > 0))) | (all_position < config.sinks)
     else:
         step = busy.sum(1, keepdim=True) - 1  # the row's last step; -1: it has none, and its memory stays
         keep &= (all_step == step) | ((all_step == -1) & (step <= 0) & ~(fresh.any(1, keepdim=True)))
