@@ -97,6 +97,8 @@ def dissect(model: Any) -> Anatomy:
     def look(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         if query.shape[2] != key.shape[2]:
             raise UnsuitableBase(f"{kind}: queries and keys differ in length, as in cross-attention")
+        if kwargs.get("s_aux") is not None:
+            raise UnsuitableBase(f"{kind} has learned sinks inside its softmax, which are not supported")
         pair = given.get(module)
         seen.append({"module": module, "rotates": isinstance(pair, Unrotated) and pair.used, "heads": query.shape[1],
                      "key_heads": key.shape[1], "head_dim": query.shape[3], "values": value.shape[3]})  # fmt: skip

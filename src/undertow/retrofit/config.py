@@ -27,7 +27,7 @@ class RecurrenceConfig:
     else disjoint."""
     stride: int | None = None
     """C: positions from one boundary to the next, where memory changes. disjoint: W; overlap: W / 2; sliding: at most
-    W, by default W / 4, or with selected keys W / 8."""
+    W, by default W / 4, or W / 2 with selected keys."""
     sinks: int = 4
     """First positions of a document that a sliding window never drops (Xiao et al. 2023, arXiv 2309.17453)."""
     reach: int | None = None
@@ -127,7 +127,7 @@ class RecurrenceConfig:
         fixed = {"disjoint": W, "overlap": W // 2}.get(policy)
         if fixed is not None and self.stride not in (None, fixed):
             raise ValueError(f"the stride of policy {policy} is {fixed} for a window of {W}; leave it out")
-        stride = fixed or self.stride or max(1, W // (8 if self.selected else 4))
+        stride = fixed or self.stride or max(1, W // (2 if self.selected else 4))
         if stride > W:
             raise ValueError(f"stride {stride} is above the window {W}: positions would be dropped unseen")
         sinks = self.sinks if policy == "sliding" else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -618,28 +617,35 @@ def add_recurrence(
 
 @torch.no_grad()
 def _check_identity(model: RecurrentForCausalLM) -> None:
-    """Whether the base's own logits come out, on a few tokens.
+    """Whether the base's own logits come out, on a few tokens, and do not depend on what follows.
 
     Raises:
         UnsuitableBase: they do not.
     """
+    kind, base, numbers = model.anatomy.architecture, model.base, model._numbers
     T = min(12, model.settings.window)
-    base = model.base
     ids = (torch.arange(T, device=model.device) * 7919 % model.anatomy.vocab_size)[None]
-    numbers = model._numbers
+    other = torch.cat([ids[:, :-1], (ids[:, -1:] + 1) % model.anatomy.vocab_size], 1)
     with eval_mode(model):
-        expected = base(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        expected, changed = (
+            base(input_ids=x, attention_mask=torch.ones_like(x), use_cache=False).logits.double() for x in (ids, other)
+        )
+        model._numbers = T if model.anatomy.relative else numbers  # the frequencies that so short a text gets
         try:
-            model._numbers = T if model.anatomy.relative else numbers  # the frequencies that so short a text gets
             got = model(ids).logits
+        except UnsuitableBase:
+            raise
+        except Exception as error:
+            raise UnsuitableBase(f"{kind} cannot be read window by window: {error}") from error
         finally:
             model._numbers = numbers
     assert got is not None
+    coarse = model.dtype in (torch.bfloat16, torch.float16)
+    allowed = (3e-2 if coarse else 1e-4) * max(float(expected.abs().max()), 1)
+    if T > 1 and not float((changed - expected)[:, :-1].abs().max()) <= allowed:
+        raise UnsuitableBase(f"{kind} is not causal: what it says of a token depends on the tokens after it")
     off = float((got - expected).abs().max())
-    scale = float(expected.abs().max())
-    coarse = 3e-2 if expected.dtype in (torch.bfloat16, torch.float16) else 1e-4
-    if not off <= coarse * max(scale, 1) or not math.isfinite(off):
+    if not off <= allowed:
         raise UnsuitableBase(
-            f"{model.anatomy.architecture} does something in its attention that this library does not know: its logits "
-            f"came out {off:.2g} apart"
+            f"{kind} does something in its attention that this library does not know: its logits are {off:.2g} apart"
         )

@@ -25,6 +25,8 @@ _SAMPLES = 16
 def describe(base: Any, name: str | None = None) -> dict[str, Any]:
     """Which base an adapter belongs to: its name, its kind, and fingerprints of configuration and weights."""
     known = name or getattr(base, "name_or_path", "") or getattr(base.config, "_name_or_path", "") or None
+    if known is not None and ":" not in known:  # as transformers was given it: a folder, or a name of the hub
+        known = str(Path(known).resolve()) if Path(known).exists() else f"hub:{known}"
     return {"name": known, "architecture": type(base).__name__, "fingerprint": fingerprint(base)}
 
 
