@@ -3,6 +3,7 @@
 undertow generate runs/first "def main("
 undertow generate runs/first --temperature 0.7 --seed 1 < beginning.txt
 cat book.txt | undertow generate runs/first --max_new_tokens 0        goes on until Ctrl-C
+undertow generate runs/first --state book.state     goes on from what undertow read has read
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ class Config:
     """What writes, after which beginning, how."""
 
     model: str | None = None
-    """A saved model's folder, a run's folder (its best model), or hub:owner/name."""
+    """A saved model's or adapter's folder, a run's folder (its best model), or hub:owner/name."""
     prompt: str | None = None
     """The beginning of the text; by default what comes on standard input, if anything does; "-": standard input."""
+    base: str | None = None
+    """The base of an adapter, where it is not found by the name that the adapter has for it."""
+    state: str | None = None
+    """Go on from this state, which undertow read has saved; the prompt, if any, comes after what was read."""
     max_new_tokens: int = 500
     """Tokens to write; 0: until Ctrl-C (models that carry a state)."""
     temperature: float = 0.8
@@ -64,17 +69,26 @@ def run(config: Config) -> int:
     """Generate; 0, or 130 after Ctrl-C."""
     import torch
 
+    from undertow.cli.read import check_bookmark, check_carries_state, check_vocabulary, load, open_bookmark
     from undertow.cli.train import choose_device, load_model, saved_model
-    from undertow.data import TextDecoder, load_tokenizer
+    from undertow.data import TextDecoder, load_tokenizer, separator_id, tokenizer_fingerprint
 
     if config.model is None:
         raise ValueError("which model? undertow generate MODEL_FOLDER PROMPT")
+    mark = None if config.state is None else open_bookmark(config.state)
     place = saved_model(config.model)
     device = choose_device(config.device)
     prompt = _prompt(config)
     tokenizer = load_tokenizer(config.tokenizer or place)
-    ids = _encode(prompt, tokenizer)
-    model: Any = load_model(place, device).eval()
+    ids = _encode(prompt, tokenizer, separator_id(tokenizer) if mark is None else mark.last)
+    model: Any = load_model(place, device, base=config.base).eval()
+    check_vocabulary(int(ids.max()), model, place)
+    state = None
+    if mark is not None:
+        assert config.state is not None
+        check_carries_state(model, place)
+        check_bookmark(mark, config.state, model, place, tokenizer_fingerprint(tokenizer))
+        state = load(model, config.state)
     if config.seed is not None:
         torch.manual_seed(config.seed)
     decoder = TextDecoder(tokenizer)
@@ -90,6 +104,7 @@ def run(config: Config) -> int:
             model,
             ids.to(device),
             lambda token: show(decoder.push(token)),
+            state=state,
             max_new_tokens=config.max_new_tokens,
             stop=config.stop,
             **settings,
@@ -109,15 +124,14 @@ def _prompt(config: Config) -> bytes:
     return sys.stdin.buffer.read()
 
 
-def _encode(prompt: bytes, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """The prompt as the beginning of a document, (1, T)."""
+def _encode(prompt: bytes, tokenizer: PreTrainedTokenizerBase, before: int | None) -> Tensor:
+    """The prompt, after the token that begins a document or the last one of what was read, (1, T)."""
     import torch
 
-    from undertow.data import Document, separator_id
+    from undertow.data import Document
     from undertow.data.encode import encode_documents
 
-    bos = separator_id(tokenizer)
-    ids = [] if bos is None else [bos]
+    ids = [] if before is None else [before]
     for some, _, _ in encode_documents([Document("prompt", prompt)], tokenizer):
         ids += some.tolist()
     if not ids:
@@ -137,6 +151,7 @@ def write(
     input_ids: Tensor,
     emit: Callable[[int], object],
     *,
+    state: Any = None,
     max_new_tokens: int,
     stop: bool = True,
     **settings: Any,
@@ -147,6 +162,7 @@ def write(
         model: a causal language model; with a state that it carries, memory does not grow with the text.
         input_ids: (1, T), the prompt, T at least 1.
         emit: called with each new id.
+        state: what was read before the prompt, of a model that carries a state; it is moved on.
         max_new_tokens: 0: without end.
         stop: end at the model's end-of-text token (which is not handed over).
         settings: for transformers' `generate`.
@@ -178,7 +194,6 @@ def write(
         def end(self) -> None:
             pass
 
-    state = None
     if stateful:
         with torch.inference_mode():
             for piece in input_ids[:, :-1].split(PIECE, dim=1):

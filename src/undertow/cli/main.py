@@ -21,8 +21,10 @@ from typing import Any
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("undertow.cli.train", "train a language model on text, from scratch or from a saved model"),
+    "retrofit": ("undertow.cli.retrofit", "give a pretrained model a recurrence: any length in constant memory"),
     "eval": ("undertow.cli.eval", "bits per byte and perplexity of a saved model on text"),
     "generate": ("undertow.cli.generate", "write text with a saved model"),
+    "read": ("undertow.cli.read", "read a long text once and keep what the model remembers of it"),
     "tokenizer": ("undertow.cli.tokenizer", "train a vocabulary on text"),
     "info": ("undertow.cli.info", "what is installed, which backend runs, and why"),
     "demo": ("undertow.cli.demo", "train, evaluate and sample a small model in a few minutes, no download"),
@@ -118,7 +120,9 @@ def parse(name: str, module: types.ModuleType, words: list[str]) -> Any:
     positional: Sequence[str] = getattr(module, "POSITIONAL", ())
     parser = jsonargparse.ArgumentParser(
         prog=f"undertow {name}",
-        usage=" ".join([f"undertow {name}", *(f"[{field.upper()}]" for field in positional), "[--option value ...]"]),
+        usage=" ".join(
+            [f"undertow {name}", *(_shown(field, fields[field]) for field in positional), "[--option value ...]"]
+        ),
         description=(module.__doc__ or COMMANDS[name][1]).strip(),
         formatter_class=_help_formatter(),
         exit_on_error=False,
@@ -142,6 +146,10 @@ def parse(name: str, module: types.ModuleType, words: list[str]) -> Any:
         raise UsageError(_parse_message(name, str(error), fields)) from error
     made = parser.instantiate(parsed) if hasattr(parser, "instantiate") else parser.instantiate_classes(parsed)
     return config_class(**{field.name: made[field.name] for field in dataclasses.fields(config_class) if field.init})
+
+
+def _shown(field: str, hint: Any) -> str:
+    return f"[{field.upper()}{' ...' if _admits(hint, list) else ''}]"
 
 
 def _parts(config_class: type) -> list[tuple[type, set[str]]]:
@@ -192,7 +200,7 @@ def arrange(name: str, words: list[str], fields: dict[str, Any], positional: Seq
 
     Dashes in names may stand for underscores, a flag may stand without a value, an option that takes a list takes all
     the words that follow (what a shell makes of ``--data *.txt``), and the first words without a name go to the
-    fields named in ``positional``.
+    fields named in ``positional``, a list taking them all.
     """
     known = {*fields, "config", "print_config", "help"}
     free = list(positional)
@@ -210,7 +218,10 @@ def arrange(name: str, words: list[str], fields: dict[str, Any], positional: Seq
             if not free:
                 hint = "" if not positional else f" beside {' and '.join(p.upper() for p in positional)}"
                 raise UsageError(f"undertow {name} does not know what to do with {word!r}{hint}")
-            arranged.append(f"--{free.pop(0)}={word}")
+            if _admits(fields[free[0]], list):
+                _gather(arranged, free[0], _as_json([word]))  # and the words after it, too
+            else:
+                arranged.append(f"--{free.pop(0)}={word}")
             continue
         key, equals, value = word[2:].partition("=")
         key = key.replace("-", "_")
@@ -244,13 +255,19 @@ def arrange(name: str, words: list[str], fields: dict[str, Any], positional: Seq
         if _admits(hint, list) and not _admits(hint, str) and not value.startswith("["):
             value = _as_json([value])
         if _admits(hint, list) and not _admits(hint, bool):
-            # Given again, it adds to what was given before.
-            before = [w for w in arranged if w.startswith(f"--{key}=")]
-            if before:
-                arranged.remove(before[0])
-                value = _as_json([*_as_list(before[0].partition("=")[2]), *_as_list(value)])
-        arranged.append(f"--{key}={value}")
+            _gather(arranged, key, value)
+        else:
+            arranged.append(f"--{key}={value}")
     return arranged
+
+
+def _gather(arranged: list[str], key: str, value: str) -> None:
+    """Give a list a value; given again, it adds to what was given before."""
+    before = [word for word in arranged if word.startswith(f"--{key}=")]
+    if before:
+        arranged.remove(before[0])
+        value = _as_json([*_as_list(before[0].partition("=")[2]), *_as_list(value)])
+    arranged.append(f"--{key}={value}")
 
 
 def _as_list(value: str) -> list[str]:

@@ -8,6 +8,7 @@ undertow train --config runs/first/config.yaml --resume
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -21,6 +22,7 @@ from undertow.train.progress import silent_bars
 if TYPE_CHECKING:
     from torch import nn
 
+ADAPTER = "undertow_recurrent"  # the model type of a recurrence that is saved without its base
 HUB = "hub:"  # what stands before a name of the Hugging Face hub; nothing is downloaded unasked
 
 
@@ -73,7 +75,9 @@ class Config(TrainConfig, DataConfig):
     overwrite: bool = False
     """Remove the run that is in out first."""
     init_from: str | None = None
-    """A saved model to train further: its folder, a run's folder (its best model), or hub:owner/name."""
+    """A saved model or adapter to train further: its folder, a run's folder (its best model), or hub:owner/name."""
+    base: str | None = None
+    """The base of an adapter, where it is not found by the name that the adapter has for it."""
     quiet: bool = False
     """Say nothing but errors."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -91,7 +95,7 @@ def run(config: Config) -> int:
     if config.out is None:
         if config.resume:
             raise ValueError("--resume needs the run to go on with: --out FOLDER, or --config FOLDER/config.yaml")
-        config.out = str(free_name(config))
+        config.out = str(free_name(config.data))
     check_out(Path(config.out), bool(config.resume), config.overwrite)
     if config.init_from is not None and config.tokenizer == DataConfig.tokenizer:
         config.tokenizer = saved_model(config.init_from)  # a model reads with the vocabulary that it was trained with
@@ -129,7 +133,7 @@ def make_model(config: Config, tokenizer: Any) -> nn.Module:
     from undertow.models import SRUppConfig, SRUppForCausalLM
 
     if config.init_from is not None:
-        return load_model(config.init_from)
+        return load_model(config.init_from, base=config.base)
     torch.manual_seed(config.seed)
     bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     return SRUppForCausalLM(
@@ -160,12 +164,18 @@ def saved_model(place: str) -> str:
     raise FileNotFoundError(f"{place} holds no saved model: neither config.json nor best/config.json is there")
 
 
-def load_model(place: str, device: str | None = None) -> nn.Module:
-    """A saved causal language model, in float32 as training wants it.
+def load_model(place: str, device: str | None = None, base: str | None = None) -> nn.Module:
+    """A saved causal language model, or an adapter with its base, in float32 as training wants it.
+
+    Args:
+        place: see :func:`saved_model`.
+        device: where to put it; by default the CPU.
+        base: the base of an adapter, by name; by default the one that the adapter names.
 
     Raises:
-        FileNotFoundError: see :func:`saved_model`.
-        ValueError: weights that are damaged, or do not fit the configuration beside them.
+        FileNotFoundError: see :func:`saved_model`; the base of an adapter is not there.
+        ValueError: weights that are damaged, or do not fit the configuration beside them; an adapter of another base;
+            a base for a model that is no adapter.
     """
     import torch
     from safetensors import SafetensorError
@@ -174,6 +184,10 @@ def load_model(place: str, device: str | None = None) -> nn.Module:
     import undertow.models  # noqa: F401 (lets the Auto classes know ours)
 
     folder = saved_model(place)
+    if is_adapter(folder):
+        return _load_adapter(folder, device, base)
+    if base is not None:
+        raise ValueError(f"{place} is no adapter, so it has no base; leave --base out")
     try:
         with silent_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -194,6 +208,27 @@ def load_model(place: str, device: str | None = None) -> nn.Module:
     return model.to(device) if device is not None else model
 
 
+def is_adapter(folder: str) -> bool:
+    """Whether a folder holds a recurrence without its base, as ``undertow retrofit`` saves it."""
+    try:
+        config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("model_type") == ADAPTER
+
+
+def _load_adapter(folder: str, device: str | None, base: str | None) -> nn.Module:
+    from undertow.retrofit import load_recurrent
+
+    try:
+        with silent_bars():
+            return load_recurrent(folder, base, device=device)
+    except OSError as error:
+        if base is None and not str(error).startswith(folder):
+            raise type(error)(f"the base of {folder} is not there: {error}; --base names another place") from error
+        raise
+
+
 def choose_device(name: str | None) -> str:
     """The device asked for, or a GPU where there is one.
 
@@ -208,9 +243,9 @@ def choose_device(name: str | None) -> str:
     return device
 
 
-def free_name(config: Config) -> Path:
+def free_name(data: list[str]) -> Path:
     """``runs/NAME-N``: the first of the numbers for which there is no folder."""
-    first = config.data[0] if config.data else "text"
+    first = data[0] if data else "text"
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(first).name.split(".")[0]).strip("-") or "text"
     number = 1
     while Path("runs", f"{name}-{number}").exists():

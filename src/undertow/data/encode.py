@@ -21,7 +21,8 @@ PIECE = 1 << 15
 """Characters of a document that are tokenised in one go."""
 OVERLAP = 1 << 10
 """Characters that neighbouring pieces share; their tokenisations are joined where both agree."""
-_BATCH = 1 << 20  # characters given to the tokenizer's threads at a time
+BATCH = 1 << 20
+"""Characters given to the tokenizer's threads at a time."""
 _AGREE = 8  # tokens on either side of a joint that must be equal in both pieces
 
 _SPACE = np.zeros(256, dtype=bool)
@@ -64,6 +65,7 @@ def encode_documents(
     *,
     piece: int = PIECE,
     overlap: int = OVERLAP,
+    batch: int = BATCH,
     progress: Callable[[int], object] | None = None,
 ) -> Iterator[Encoded]:
     """The ids of each document, some at a time, without separators; memory does not grow with a document's length.
@@ -78,6 +80,7 @@ def encode_documents(
         documents: the texts.
         tokenizer: see above.
         piece, overlap: in characters.
+        batch: characters given to the tokenizer's threads at a time: fewer take less memory.
         progress: called with the number of bytes just read.
 
     Raises:
@@ -85,7 +88,7 @@ def encode_documents(
     """
     if is_byte_tokenizer(tokenizer):
         return _encode_bytes(documents, progress)
-    return _encode_text(documents, text_backend(tokenizer), piece, overlap, progress)
+    return _encode_text(documents, text_backend(tokenizer), piece, overlap, batch, progress)
 
 
 def _encode_bytes(documents: Iterable[Document], progress: Callable[[int], object] | None) -> Iterator[Encoded]:
@@ -161,6 +164,7 @@ def _encode_text(
     backend: Tokenizer,
     piece: int,
     overlap: int,
+    most: int,
     progress: Callable[[int], object] | None,
 ) -> Iterator[Encoded]:
     if not 0 < 2 * overlap < piece:
@@ -171,7 +175,7 @@ def _encode_text(
     for cut in _cut(documents, piece, overlap, progress):
         batch.append(cut)
         size += len(cut.text) + 64
-        if size >= _BATCH:
+        if size >= most:
             yield from _encode_batch(batch, backend, joiner)
             batch, size = [], 0
     yield from _encode_batch(batch, backend, joiner)

@@ -85,13 +85,18 @@ class Splits:
 
 
 def prepare(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase | None = None, *, progress: bool | None = None
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    documents: DocumentSplits | None = None,
+    progress: bool | None = None,
 ) -> Splits:
     """The train, valid and test stores of a configuration, from the cache where they are there already.
 
     Args:
         config: what to read.
         tokenizer: used in place of ``config.tokenizer`` (that of the model which is trained further, say).
+        documents: what ``split_documents(config)`` gave, where that was asked before.
         progress: show progress while a store is built; default: where standard error is a terminal.
 
     Raises:
@@ -104,7 +109,8 @@ def prepare(
     """
     if tokenizer is None:
         tokenizer = load_tokenizer(config.tokenizer)
-    documents = split_documents(config)
+    if documents is None:
+        documents = split_documents(config)
 
     def store(part: str, of: list[Document]) -> TokenStore | None:
         if not of:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,7 +177,9 @@ def add_lora(base: Any, settings: dict[str, Any]) -> Any:
         from peft import LoraConfig, get_peft_model
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("a LoRA adapter needs peft: pip install 'undertow[retrofit]'") from error
-    return get_peft_model(base, LoraConfig.from_peft_type(**settings))
+    with warnings.catch_warnings():  # peft asks transformers for something by its old name
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        return get_peft_model(base, LoraConfig.from_peft_type(**settings))
 
 
 def check_base_of(folder: Path, config: Any, base: Any) -> None:

@@ -94,9 +94,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
         _sync(unfinished)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, OSError) or _is_write_error(error):
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-            raise OSError(f"could not write {final}: {reason}") from error
+        _raise_as_write_error(error, final)
         raise
     if final.exists():
         replaced = final.parent / f".replaced-{final.name}"
@@ -107,6 +105,29 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     else:
         unfinished.rename(final)
         _sync(final.parent)
+
+
+@contextlib.contextmanager
+def atomic_file(final: Path) -> Iterator[Path]:
+    """Make the file ``final`` all at once, replacing one that is there.
+
+    Gives the path of a file beside it to write. When the block ends well, it is synced and takes the final name; when
+    it raises, it is removed and ``final`` is as it was.
+
+    Raises:
+        OSError: with the path and reason, whatever the library that writes makes of a full disk.
+    """
+    unfinished = final.parent / f"{_UNFINISHED}{final.name}"
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        yield unfinished
+        _sync(unfinished)
+    except BaseException as error:
+        unfinished.unlink(missing_ok=True)
+        _raise_as_write_error(error, final)
+        raise
+    unfinished.replace(final)
+    _sync(final.parent)
 
 
 def recover(folder: Path) -> None:
@@ -214,6 +235,12 @@ def _by_parts(file: Any) -> str:  # Python 3.10
     while part := file.read(1 << 20):
         digest.update(part)
     return digest.hexdigest()
+
+
+def _raise_as_write_error(error: BaseException, final: Path) -> None:
+    if isinstance(error, OSError) or _is_write_error(error):
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        raise OSError(f"could not write {final}: {reason}") from error
 
 
 def _is_write_error(error: BaseException) -> bool:

@@ -30,7 +30,7 @@ from safetensors.torch import load_model, save_file, save_model
 from torch import Tensor, nn
 
 from undertow.evaluate.evaluator import EvalResult, evaluate
-from undertow.evaluate.protocol import carries_state, load_state, read, token_nll, unwrap
+from undertow.evaluate.protocol import carries_state, fingerprint, load_state, read, token_nll, unwrap
 from undertow.train import checkpoint
 from undertow.train.checkpoint import CheckpointError
 from undertow.train.config import BOUND, LOOSE, TrainConfig
@@ -46,6 +46,12 @@ except ImportError:  # Windows
 PARTS = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "best", "tensorboard")
 LOCK = ".lock"
 LN2 = math.log(2)
+
+# Of a model's configuration, what may differ between a checkpoint and the run that goes on from it. A base is known by
+# its weights, which are compared, and may have been moved.
+_UNSAID = (
+    "transformers_version", "auto_map", "torch_dtype", "dtype", "architectures", "use_cache", "base",
+)  # fmt: skip
 
 
 @dataclass
@@ -194,7 +200,8 @@ class _Run:
         self.trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.parameters = sum(p.numel() for p in self.plain.parameters())
         self.trainable = sum(p.numel() for p in self.trained)
-        self.frozen = _digest({name: p for name, p in self.plain.named_parameters() if not p.requires_grad})
+        frozen = {name: p for name, p in self.plain.named_parameters() if not p.requires_grad}
+        self.frozen = fingerprint(frozen) if frozen else None
         self.talk = Talk(config.steps if config.minutes is None else None, quiet or not self.main)
         self.metrics: Any = None
         # Whether the loss may be left to the model; None: to be found out at the first piece.
@@ -500,12 +507,7 @@ class _Run:
         shapes = {name: list(p.shape) for name, p in self.plain.named_parameters()}
         model_config: Any = getattr(self.plain, "config", None)
         described = model_config.to_dict() if hasattr(model_config, "to_dict") else {}
-        described = {
-            key: value
-            for key, value in described.items()
-            if not key.startswith("_")
-            and key not in ("transformers_version", "auto_map", "torch_dtype", "dtype", "architectures", "use_cache")
-        }
+        described = {key: value for key, value in described.items() if not key.startswith("_") and key not in _UNSAID}
         return {
             "train": {name: getattr(self.config, name) for name in (*BOUND, *LOOSE)},
             "rows_per_group": self.rows,
@@ -526,9 +528,10 @@ class _Run:
         other: list[str] = []
         if theirs["model_class"] != ours["model_class"]:
             other.append(f"model {theirs['model_class']} there, {ours['model_class']} here")
-        for key in sorted(theirs["model"].keys() & ours["model"].keys()):
-            if theirs["model"][key] != ours["model"][key]:
-                other.append(f"model.{key} {theirs['model'][key]} there, {ours['model'][key]} here")
+        there, here = _flat(theirs["model"]), _flat(ours["model"])
+        for key in sorted(there.keys() & here.keys()):
+            if there[key] != here[key]:
+                other.append(f"model.{key} {there[key]} there, {here[key]} here")
         if not other and theirs["shapes"] != ours["shapes"]:
             names = sorted(theirs["shapes"].keys() | ours["shapes"].keys())
             name = next(n for n in names if theirs["shapes"].get(n) != ours["shapes"].get(n))
@@ -738,16 +741,12 @@ def _split(config: TrainConfig, world: int) -> tuple[int, int]:
     return share // rows, rows
 
 
-def _digest(tensors: dict[str, Tensor]) -> str | None:
-    """A digest of names and contents; None of nothing."""
-    if not tensors:
-        return None
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        tensor = tensors[name].detach()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by names such as ``outer.inner``."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 def _takes_targets(model: nn.Module) -> bool:
