@@ -57,9 +57,10 @@ class RecurrenceConfig:
     projection: Projection = "base"
     """Keys and values from slots: by the layer's own pretrained projections, or by small ones of the module."""
     bptt: int = 8
-    """Strides that gradients reach back at most within a call; as many go through the base at once where they can."""
+    """Windows (of W tokens) that gradients reach back at most within a call; so many go through the base at once, where
+    they can."""
     recompute: bool = False
-    """Training: recompute each stride in backward, so that activations of one stride at a time are held."""
+    """Training: recompute each window in backward, so that activations of one window at a time are held."""
 
     def __post_init__(self) -> None:
         for name, choices in (("policy", Policy), ("read", Read), ("update", Update), ("projection", Projection)):
@@ -176,3 +177,13 @@ class Settings(RecurrenceConfig):
     read_layers: list[int]
     write_layers: list[int]
     slot_size: int
+
+    @property
+    def reach_back(self) -> int:
+        """Strides that gradients reach back at most."""
+        return max(1, self.bptt * self.window // self.stride)
+
+    @property
+    def window_strides(self) -> int:
+        """Strides in a window's worth of tokens."""
+        return max(1, self.window // self.stride)

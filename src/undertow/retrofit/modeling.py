@@ -133,8 +133,6 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
 
     def _order(self) -> tuple[bool, str]:
         settings = self.settings
-        if settings.recompute and self.training:
-            return False, "recompute holds the activations of one stride at a time"
         if not settings.slots:
             return True, "a layer's keys depend on that layer alone"
         read, write = max(settings.read_layers), min(settings.write_layers)
@@ -144,13 +142,24 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
             return True, f"layer {read} is read, and {write} is the lowest written: only the update is sequential"
         return False, f"layer {read} is read, and layer {write}, not above it, is written: strides follow one another"
 
+    @property
+    def side_by_side(self) -> int:
+        """Strides that go through the base at once, at most: gradients reach back no further, and where windows are
+        recomputed, the activations of one of them are held."""
+        if not self.parallel:
+            return 1
+        recompute = self.settings.recompute and self.training
+        return self.settings.window_strides if recompute else self.settings.reach_back
+
     def explain(self) -> str:
         """The order of work and why, what is trained, and how much is remembered."""
         settings, (parallel, why) = self.settings, self._order()
         count = sum(p.numel() for p in self.parameters() if p.requires_grad)
         total = sum(p.numel() for p in plain_base(self.base).parameters())
         module = 0 if self.recurrence is None else sum(p.numel() for p in self.recurrence.parameters())
-        order = f"all strides at once ({settings.bptt} at most)" if parallel else "one stride after the other"
+        order = "one stride after the other"
+        if parallel:
+            order = f"strides side by side, {self.side_by_side} at most"
         sinks = f" + {settings.sinks} sinks" if settings.sinks else ""
         lines = [
             f"order      {order}: {why}",
@@ -167,12 +176,12 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         return "\n".join(lines)
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Recompute strides rather than layers: then nothing of a stride but its state is held."""
+        """Recompute windows rather than layers: then nothing of a window but its state is held."""
         self.settings.recompute = enable
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether strides are recomputed in backward."""
+        """Whether windows are recomputed in backward."""
         return self.settings.recompute
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -277,7 +286,7 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         out = Collected(kept)
         nll = torch.zeros((), device=device)
         read = 0
-        for first, count in piece.groups(settings.bptt if self.parallel else 1):
+        for first, count in piece.groups(self.side_by_side):
             M = _none(tensors.get("memory_real"), (B, 0), torch.bool, device)
             at = _none(tensors.get("memory_position"), (B, 0), torch.long, device)
             grid = build_grid(piece, first, count, start, M, at, settings)
@@ -310,7 +319,7 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
             if place is not None and got.logits is not None:
                 out.add(got.logits, wanted[:, columns], target[:, columns])
             read += count
-            if read >= settings.bptt and torch.is_grad_enabled():
+            if read >= settings.reach_back and torch.is_grad_enabled():
                 tensors, read = {name: t.detach() for name, t in tensors.items()}, 0
         if after is not None:
             last = real.sum(1, keepdim=True) + torch.arange(settings.stride, device=device)
