@@ -145,7 +145,8 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
     @property
     def side_by_side(self) -> int:
         """Strides that go through the base at once, at most: gradients reach back no further, and where windows are
-        recomputed, the activations of one of them are held."""
+        recomputed, the activations of one of them are held.
+        """
         if not self.parallel:
             return 1
         recompute = self.settings.recompute and self.training
