@@ -9,6 +9,7 @@ Policy = Literal["disjoint", "overlap", "sliding"]
 Read = Literal["mean", "last", "queries"]
 Update = Literal["feedforward", "tanh", "gru", "sru", "held"]
 Projection = Literal["base", "own"]
+SelectedBy = Literal["attention", "chance"]
 
 
 @dataclass
@@ -35,8 +36,9 @@ class RecurrenceConfig:
     slots: int = 32
     """S: trained vectors carried from boundary to boundary; 0: none."""
     selected: int = 0
-    """Keys and values that each layer and head keeps of what leaves its sliding window: those that received the most
-    attention. Needs no training."""
+    """Keys and values that each layer and head keeps of what leaves its sliding window. Needs no training."""
+    selected_by: SelectedBy = "attention"
+    """attention: those stay that received the most. chance: any (the control that shows what choosing is worth)."""
     selected_decay: float = 0.9
     """What attention received counts after another 128 positions, beside newly received attention."""
     selected_distance: int = 32
@@ -63,7 +65,8 @@ class RecurrenceConfig:
     """Training: recompute each window in backward, so that activations of one window at a time are held."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("policy", Policy), ("read", Read), ("update", Update), ("projection", Projection)):
+        for name, choices in (("policy", Policy), ("read", Read), ("update", Update), ("projection", Projection),
+                              ("selected_by", SelectedBy)):  # fmt: skip
             value = getattr(self, name)
             if value is None and name == "policy":
                 continue

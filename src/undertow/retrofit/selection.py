@@ -59,11 +59,14 @@ def score(received: Tensor, position: Tensor, end: Tensor, settings: Settings) -
     position alone: with e strides done, stride u counts g^(e-1-u) times its queries t >= position + D.
 
     Args:
-        received: (…) decayed sum.
-        position: (…) text positions.
-        end: (…) text position where the last stride ended, a multiple of the stride.
+        received: (B, h, S) decayed sum.
+        position: (B, h, S) text positions.
+        end: (B, h, S) text position where the last stride ended, a multiple of the stride.
         settings: of the recurrence.
     """
+    if settings.selected_by == "chance":  # the same number for a position at any time, so that any is as good
+        heads = torch.arange(position.shape[-2], device=position.device)[:, None]
+        return (torch.sin(position * 12.9898 + heads * 78.233).double() * 43758.5453).frac().abs().to(received.dtype)
     C, g = settings.stride, _decay(settings)
     first = position + settings.selected_distance  # the first query that counts
     partial = C - first % C  # of its stride
