@@ -127,7 +127,7 @@ def run(config: Config) -> int:
                 raise ValueError("--resume needs the run to go on with: --out FOLDER, or --config FOLDER/config.yaml")
             config.out = str(free_name(config.data))
         check_out(Path(config.out), bool(config.resume), config.overwrite)
-        if config.data:
+        if config.data or config.recurrence.slots or config.base_training != "frozen":
             documents = split_documents(data_config(asdict(config)))
     base = find_base(config.base, cache_dir=config.cache_dir, say=None if config.quiet else _tell)
     tokenizer = None if config.explain else choose_tokenizer(config, base)

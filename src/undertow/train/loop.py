@@ -51,6 +51,7 @@ LN2 = math.log(2)
 # its weights, which are compared, and may have been moved.
 _UNSAID = (
     "transformers_version", "auto_map", "torch_dtype", "dtype", "architectures", "use_cache", "base",
+    "base_model_name_or_path", "peft_version",
 )  # fmt: skip
 
 
@@ -745,7 +746,8 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Values by names such as ``outer.inner``."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        if key not in _UNSAID:
+            flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
 
 
