@@ -193,7 +193,6 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         attention_mask: Tensor | None = None,
         cache: RecurrentCache | None = None,
         labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
         use_cache: bool | None = None,
         resets: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -209,13 +208,14 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
                 no position and is not remembered.
             cache: the state to go on from; None starts a text. `past_key_values` is accepted in its place.
             labels: (B, T), the token ids themselves; shifted here, as everywhere in transformers; -100 is not scored.
-            shift_labels: (B, T) labels already shifted: that of position t is the token at t + 1. With them the last
-                position of a piece counts too.
             use_cache: return the state; by default only outside of training.
             resets: (B, T) bool, true where a new document starts: nothing before counts from there on.
             logits_to_keep: only the last n positions' logits (0: all), or those at the given positions.
             num_items_in_batch: what the summed loss is divided by; by default the number of targets.
             return_dict: False: a tuple.
+            kwargs: `shift_labels` (B, T), labels already shifted: that of position t is the token at t + 1. With them
+                the last position of a piece counts too. (Not in the signature: transformers' Trainer asks for a batch
+                with everything there that is called labels.)
 
         Returns:
             `loss` (mean over scored targets, in nats), `logits` (B, T, vocab_size), `cache`. In training with
@@ -233,7 +233,7 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         real = _real(attention_mask, B, T, input_ids.device)
         if resets is not None and (resets.shape != (B, T) or resets.dtype != torch.bool):
             raise ValueError(f"resets must be bool of shape ({B}, {T}), got {resets.dtype} of {tuple(resets.shape)}")
-        targets = shift_labels
+        targets = kwargs.pop("shift_labels", None)
         if targets is None and labels is not None:
             targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
         if targets is not None:
@@ -636,7 +636,7 @@ def _check_identity(model: RecurrentForCausalLM) -> None:
     T = min(12, model.settings.window)
     ids = (torch.arange(T, device=model.device) * 7919 % model.anatomy.vocab_size)[None]
     other = torch.cat([ids[:, :-1], (ids[:, -1:] + 1) % model.anatomy.vocab_size], 1)
-    with eval_mode(model):
+    with eval_mode(model), torch.autocast(model.device.type, enabled=False):
         expected, changed = (
             base(input_ids=x, attention_mask=torch.ones_like(x), use_cache=False).logits.double() for x in (ids, other)
         )
