@@ -94,14 +94,17 @@ def dissect(model: Any) -> Anatomy:
     seen: list[dict[str, Any]] = []
     given: dict[nn.Module, Any] = {}
 
-    def look(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def look(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Any = None, **kwargs: Any) -> Any:
         if query.shape[2] != key.shape[2]:
             raise UnsuitableBase(f"{kind}: queries and keys differ in length, as in cross-attention")
         if kwargs.get("s_aux") is not None:
             raise UnsuitableBase(f"{kind} has learned sinks inside its softmax, which are not supported")
         pair = given.get(module)
-        seen.append({"module": module, "rotates": isinstance(pair, Unrotated) and pair.used, "heads": query.shape[1],
-                     "key_heads": key.shape[1], "head_dim": query.shape[3], "values": value.shape[3]})  # fmt: skip
+        seen.append({
+            "module": module, "rotates": isinstance(pair, Unrotated) and pair.used, "heads": query.shape[1],
+            "key_heads": key.shape[1], "head_dim": query.shape[3], "local": rule is not None and _is_local(rule),
+            "values": value.shape[3],
+        })  # fmt: skip
         return query.transpose(1, 2).contiguous()[..., : value.shape[3]], None
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -112,7 +115,7 @@ def dissect(model: Any) -> Anatomy:
         return None
 
     AttentionInterface.register(_PROBE, look)
-    AttentionMaskInterface.register(_PROBE, lambda **kwargs: None)
+    AttentionMaskInterface.register(_PROBE, lambda mask_function, **kwargs: mask_function)  # type: ignore[arg-type]
     hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in plain.modules() if hasattr(m, "layer_idx")]
     training, names = plain.training, [c._attn_implementation for c in configs]
     plain.eval()
@@ -147,8 +150,8 @@ def dissect(model: Any) -> Anatomy:
         )
     if any(s["values"] != s["head_dim"] for s in seen):
         raise UnsuitableBase(f"{kind}: values of another width than keys are not supported")
-    found = [Layer(index, *(s[k] for k in ("module", "rotates", "heads", "key_heads", "head_dim")))
-             for index, s in enumerate(seen)]  # fmt: skip
+    parts = ("module", "rotates", "heads", "key_heads", "head_dim", "local")
+    found = [Layer(index, *(layer[part] for part in parts)) for index, layer in enumerate(seen)]
     rotary = [layer for layer in found if layer.rotates]
     for layer in rotary:
         if not hasattr(sys.modules[type(layer.module).__module__], "apply_rotary_pos_emb"):
@@ -164,6 +167,12 @@ def dissect(model: Any) -> Anatomy:
         vocab_size=plain.get_input_embeddings().weight.shape[0],
         keeps_logits="logits_to_keep" in inspect.signature(plain.forward).parameters,
     )
+
+
+def _is_local(rule: Any) -> bool:
+    """Whether a layer's own mask hides what is far away."""
+    query, key = torch.tensor(1 << 30), torch.tensor(0)
+    return not bool(rule(key, key, query, key))
 
 
 def _blocks(plain: nn.Module, layers: list[Layer], kind: str) -> list[nn.Module]:

@@ -56,6 +56,8 @@ class Layer:
     heads: int
     key_heads: int
     head_dim: int
+    local: bool
+    """Its own window hides what is far away, so keeping keys for it is of no use."""
 
     def rotate(self, x: Tensor, table: tuple[Tensor, Tensor], numbers: Tensor) -> Tensor:
         """Queries or keys x (N, H, K, head_dim) turned to position numbers (N, K), by the model's own function."""
@@ -85,6 +87,8 @@ class Reading:
     """(B, n, S, state size) the slots that each step reads; set before a layer that they are written to runs."""
     write: Callable[[Reading, Layer, Tensor, float], Tensor | None] = lambda reading, layer, query, scale: None
     """What the slots add to a layer's attention: given queries (B n, H, L, head_dim), the same shape or None."""
+    term: Callable[[Layer, Tensor, Tensor], Tensor | None] = lambda layer, keys, values: None
+    """What a trained selection thinks of kept keys and values (B, h, S, head_dim): (B, h, S) or None."""
     swap: bool = False
     """Read the selected keys of the row before (a control)."""
     left: dict[str, Tensor] = field(default_factory=dict)
@@ -110,8 +114,7 @@ class Reading:
         own = torch.eye(q.shape[2], dtype=torch.bool, device=q.device)
         # A column without a token sees itself: a softmax over nothing would be NaN.
         alone = ~grid.real.flatten(0, 1)[:, None, :, None] & F.pad(own, (k.shape[3] - q.shape[2], 0))
-        far = torch.full((), 1 << 30, device=q.device)
-        return View(self, allowed | alone, rule, local=not bool(rule(zero, zero, far, zero)))
+        return View(self, allowed | alone)
 
 
 @dataclass
@@ -120,9 +123,6 @@ class View:
 
     reading: Reading
     allowed: Tensor
-    rule: Callable[..., Any]
-    local: bool
-    """The layer's own window hides what is far away, so selecting keys for it is of no use."""
 
 
 @dataclass
@@ -186,7 +186,7 @@ def attention(
         K = layer.rotate(K, table, reading.key_number.flatten(0, 1))
     scale = scaling if scaling is not None else 1 / math.sqrt(q.shape[-1])
     allowed = attention_mask.allowed
-    if reading.config.selected and not attention_mask.local:
+    if reading.config.selected and not layer.local:
         out = attend(reading, layer, q, (K, V, allowed), (all_key, all_value), scale, softcap, dropout)
     elif softcap is not None:
         out = F.dropout(softmax(q, layer.repeat(K), allowed, scale, softcap).to(q.dtype), dropout) @ layer.repeat(V)

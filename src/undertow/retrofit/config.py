@@ -9,7 +9,7 @@ Policy = Literal["disjoint", "overlap", "sliding"]
 Read = Literal["mean", "last", "queries"]
 Update = Literal["feedforward", "tanh", "gru", "sru", "held"]
 Projection = Literal["base", "own"]
-SelectedBy = Literal["attention", "chance"]
+SelectedBy = Literal["attention", "learned", "chance"]
 
 
 @dataclass
@@ -36,9 +36,10 @@ class RecurrenceConfig:
     slots: int = 32
     """S: trained vectors carried from boundary to boundary; 0: none."""
     selected: int = 0
-    """Keys and values that each layer and head keeps of what leaves its sliding window. Needs no training."""
+    """Keys and values that each layer and head keeps of what leaves its sliding window."""
     selected_by: SelectedBy = "attention"
-    """attention: those stay that received the most. chance: any (the control that shows what choosing is worth)."""
+    """attention: those stay that received the most; needs no training. learned: a trained term joins in, which also
+    weighs kept keys in attention, and starts at zero. chance: any (the control that shows what choosing is worth)."""
     selected_decay: float = 0.9
     """What attention received counts after another 128 positions, beside newly received attention."""
     selected_distance: int = 32
@@ -180,6 +181,11 @@ class Settings(RecurrenceConfig):
     read_layers: list[int]
     write_layers: list[int]
     slot_size: int
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a module to train."""
+        return self.slots > 0 or (self.selected > 0 and self.selected_by == "learned")
 
     @property
     def reach_back(self) -> int:

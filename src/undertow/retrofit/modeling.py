@@ -64,7 +64,7 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
 
     Attributes:
         base: the pretrained model.
-        recurrence: the trained module, None without slots.
+        recurrence: the trained module, None where nothing of the memory is trained.
         settings: every choice made.
         swap_states: evaluation only: row b reads with the slots and selected keys of row b - 1, a control that shows
             what memory is worth.
@@ -82,7 +82,7 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         self.anatomy = anatomy
         self.swap_states = False
         self.base = base
-        self.recurrence = Recurrence(settings, anatomy) if settings.slots else None
+        self.recurrence = Recurrence(settings, anatomy) if settings.trains else None
         if self.recurrence is not None:
             weight = plain_base(base).get_input_embeddings().weight
             self.recurrence.to(weight.device, weight.dtype)
@@ -351,8 +351,9 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         reading = Reading(grid, settings, tensors, swap=self.swap_states)
         carry = None
         if self.recurrence is not None:
-            reading.write = self.recurrence.add
-            carry = _Carry(self.recurrence, reading, settings)
+            reading.write, reading.term = self.recurrence.add, self.recurrence.term
+            if settings.slots:
+                carry = _Carry(self.recurrence, reading, settings)
         given: dict[str, Any] = {"attention_mask": torch.ones_like(input_ids), "use_cache": False}
         if self.anatomy.relative:  # a table of rotations, of which attention picks those it wants
             given["position_ids"] = torch.arange(self._numbers, device=input_ids.device)[None]

@@ -109,14 +109,36 @@ class Write(nn.Module):
         return torch.tanh(self.gate).to(out.dtype)[:, None, None] * out
 
 
+class Worth(nn.Module):
+    """What a key and its value promise: a term that joins the scores of kept keys, and with which they compete.
+
+    It is trained by its use in attention, where a key that helps is weighed up, and starts at zero.
+    """
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(layer.key_heads, 2 * layer.head_dim))
+        self.bias = nn.Parameter(torch.zeros(layer.key_heads))
+
+    def forward(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Keys, un-rotated, and values (B, h, S, e) -> (B, h, S)."""
+        x = torch.cat([F.rms_norm(t, t.shape[-1:]) for t in (keys, values)], -1).to(self.weight.dtype)
+        return (x * self.weight[:, None]).sum(-1) + self.bias[:, None]
+
+
 class Recurrence(nn.Module):
-    """Read, update, write; and the slots that a document starts with."""
+    """Read, update, write; the slots that a document starts with; and what a trained selection adds."""
 
     def __init__(self, config: Settings, anatomy: Anatomy) -> None:
         super().__init__()
+        learned = config.selected > 0 and config.selected_by == "learned"
+        self.worth = nn.ModuleDict({str(x.index): Worth(x) for x in anatomy.layers if learned and not x.local})
+        self.write = nn.ModuleDict()
+        if not config.slots:
+            return
         self.read = Read(config, len(config.read_layers) * anatomy.hidden_size)
         self.update = Update(config)
-        self.write = nn.ModuleDict({str(i): Write(config, anatomy.layers[i]) for i in config.write_layers})
+        self.write.update({str(i): Write(config, anatomy.layers[i]) for i in config.write_layers})
         self.initial = nn.Parameter(torch.randn(config.slots, self.update.state_size))
 
     def start(self, batch: int) -> Tensor:
@@ -131,6 +153,11 @@ class Recurrence(nn.Module):
         assert reading.slots is not None
         state = reading.slots.roll(1, 0) if reading.swap else reading.slots
         return self.write[name](reading, layer, query, self.update.slots(state).flatten(0, 1), scale)
+
+    def term(self, layer: Layer, keys: Tensor, values: Tensor) -> Tensor | None:
+        """What a trained selection adds to the scores of a layer's kept keys, (B, h, S)."""
+        name = str(layer.index)
+        return self.worth[name](keys, values) if name in self.worth else None
 
     def scan(
         self, pooled: Callable[[int], Tensor | None], slots: Tensor, fresh: Tensor, ends: Tensor

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from .config import Settings
 
 
+_LEAST = 1e-5  # mean attention below which keys are all alike
+_MOST = 20.0  # of a trained term, when keys are chosen
+
+
 @dataclass
 class Kept:
     """What a layer has kept, in the order of the text; h is the number of its key heads."""
@@ -124,14 +128,15 @@ def attend(
         past = every[:M].expand(B, M) if grid.past is None else grid.past[:, i]
         place = torch.cat([past, every[M + i * L : M + (i + 1) * L].expand(B, L)], 1)[:, None].expand(B, h, -1)
         keys, values, seen = _join(reading, layer, i, kept, K[:, i], V[:, i], allowed[:, i], taken.gather(2, place))
-        weights = softmax(q[:, i], keys, seen, scale, softcap)  # (B, H, L, S + P + L)
+        term = reading.term(layer, kept.keys, kept.values)  # (B, h, S)
+        weights = softmax(q[:, i], keys, seen, scale, softcap, term)  # (B, H, L, S + P + L)
         with torch.no_grad():
             got = _received(grid, i, kept, weights, reading)
             kept.received = torch.where(kept.real, kept.received, 0) + got[..., : settings.selected]
             received = received.scatter_add(2, place, got[..., settings.selected :])
         out.append(F.dropout(weights.to(values.dtype), dropout) @ values)
         if ended[i]:
-            kept, received, taken = _choose(grid, i, settings, kept, sources, received, taken, ends[:, i])
+            kept, received, taken = _choose(reading, layer, i, kept, sources, received, taken, ends[:, i])
     index = grid.kept
     assert index is not None  # a memory with selected keys is always sorted out
     index = index[:, None].expand(B, h, -1)
@@ -166,11 +171,17 @@ def _join(
     return layer.repeat(keys), layer.repeat(values), seen.repeat_interleave(H // h, 1)
 
 
-def softmax(q: Tensor, k: Tensor, seen: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Softmax over keys (N, H, L, K), in float32 or wider."""
+def softmax(
+    q: Tensor, k: Tensor, seen: Tensor, scale: float, softcap: float | None, term: Tensor | None = None
+) -> Tensor:
+    """Softmax over keys (N, H, L, K), in float32 or wider; a term (N, h, S) joins the scores of the first S."""
     scores = (q @ k.transpose(2, 3)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if term is not None:
+        S, times = term.shape[2], q.shape[1] // term.shape[1]
+        more = term.repeat_interleave(times, 1)[:, :, None].to(scores.dtype)
+        scores = torch.cat([scores[..., :S] + more, scores[..., S:]], 3)
     return scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~seen, -math.inf).softmax(-1)
 
 
@@ -186,9 +197,9 @@ def _received(grid: Grid, i: int, kept: Kept, weights: Tensor, reading: Reading)
 
 
 def _choose(
-    grid: Grid,
+    reading: Reading,
+    layer: Layer,
     i: int,
-    settings: Settings,
     kept: Kept,
     sources: tuple[Tensor, Tensor],
     received: Tensor,
@@ -196,6 +207,7 @@ def _choose(
     ended: Tensor,
 ) -> tuple[Kept, Tensor, Tensor]:
     """At a stride's end: what leaves the window by the end of the next one competes with what is kept."""
+    grid, settings = reading.grid, reading.config
     (B, h, S, e), W, C = kept.keys.shape, settings.window, settings.stride
     end = grid.end[:, i, None]  # (B, 1)
     free = grid.document_sources(i) & (grid.source_position >= settings.sinks) & (grid.source_position >= end - W)
@@ -216,7 +228,12 @@ def _choose(
         torch.cat([kept.received, received.gather(2, place)], 2),
         torch.cat([kept.real, real[:, None].expand(B, h, R)], 2),
     )
-    worth = score(new.received, new.position, end[:, None].expand_as(new.position), settings).masked_fill(~new.real, -1)
+    with torch.no_grad():
+        worth = score(new.received, new.position, end[:, None].expand_as(new.position), settings)
+        term = reading.term(layer, new.keys, new.values)
+        if term is not None:
+            worth = (worth + _LEAST).log() - math.log(_LEAST) + term.to(worth.dtype).clamp(-_MOST, _MOST) + _MOST
+        worth = worth.masked_fill(~new.real, -1)
     # The heaviest, the later of equals first; then in the order of the text again.
     best = (S + R - 1 - worth.flip(2).argsort(dim=2, descending=True, stable=True)[..., :S]).sort(2).values
     chosen = torch.zeros_like(new.real).scatter(2, best, True)[..., S:]
