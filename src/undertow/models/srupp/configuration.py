@@ -41,7 +41,7 @@ class SRUppConfig(PreTrainedConfig):
     """
 
     model_type = "srupp"
-    keys_to_ignore_at_inference = ("cache",)
+    keys_to_ignore_at_inference = ["cache"]  # noqa: RUF012 (a list: transformers adds to it)
 
     vocab_size: int = 257
     hidden_size: int = 512

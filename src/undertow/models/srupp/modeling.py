@@ -236,7 +236,6 @@ class SRUppForCausalLM(SRUppPreTrainedModel, StatefulGeneration, GenerationMixin
         cache: SRUppCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
         use_cache: bool | None = None,
         resets: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -251,12 +250,13 @@ class SRUppForCausalLM(SRUppPreTrainedModel, StatefulGeneration, GenerationMixin
             cache: the state to go on from; None starts a text. `past_key_values` is accepted in its place.
             inputs_embeds: (B, T, embedding_size) in place of `input_ids`.
             labels: (B, T), the token ids themselves; shifted here, as everywhere in transformers; -100 is not scored.
-            shift_labels: (B, T) labels already shifted: that of position t is the token at t + 1. With them the last
-                position of a piece counts too.
             use_cache: return the state; by default only outside of training.
             resets: (B, T) bool, true where a new document starts: nothing before counts from there on.
             logits_to_keep: only the last n positions' logits (0: all), or those at the given positions.
-            kwargs: `num_items_in_batch` as in transformers' losses; `output_hidden_states`.
+            kwargs: `num_items_in_batch` as in transformers' losses; `output_hidden_states`; `shift_labels` (B, T),
+                labels already shifted: that of position t is the token at t + 1. With them the last position of a piece
+                counts too. (Not in the signature: transformers' Trainer asks for a batch with everything there that is
+                called labels.)
 
         Returns:
             `loss` (mean over scored targets, in nats), `logits` (B, T, vocab_size), `cache`.
@@ -264,6 +264,7 @@ class SRUppForCausalLM(SRUppPreTrainedModel, StatefulGeneration, GenerationMixin
         Raises:
             ValueError: token ids outside the vocabulary; shapes that do not fit.
         """
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
