@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from undertow.data import IGNORED, Stream, TokenStore, evaluation_pieces
+from undertow.data import IGNORED, Stream, TokenStore, evaluation_pieces, window_pieces
 
 BOS = 99
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=80)
@@ -335,6 +335,88 @@ def test_limit_scores_the_first_tokens_only(stores, sizes, bos, limit, batch_siz
     scored = [t for piece in pieces for t in piece.targets.flatten().tolist() if t != IGNORED]
     assert sorted(scored) == everything[:limit]
     assert pieces.scored == len(scored)
+
+
+def in_parts(store, skip, per_document, limit):
+    """(document, place) of every target that ought to be scored, in the store's order."""
+    form = token_form(store)
+    unseen = 0 if store.bos_token_id is not None else 1
+    wanted = []
+    for i, d in enumerate(form):
+        for w in range(len(d) - 1):
+            token = w + unseen  # which token of the document is the target
+            if skip <= token and (per_document is None or token < per_document):
+                wanted.append((i, w, d[w], d[w + 1]))
+    return wanted if limit is None else wanted[:limit]
+
+
+def scored_by(pieces):
+    """(document, place, input, target) of all that the pieces score."""
+    found = []
+    for piece in pieces:
+        scored = piece.targets != IGNORED
+        columns = (piece.documents, piece.positions, piece.input_ids, piece.targets)
+        found += list(zip(*(column[scored].tolist() for column in columns), strict=True))
+    return found
+
+
+parts = st.tuples(st.integers(0, 12), st.none() | st.integers(1, 15), st.none() | st.integers(1, 25))
+
+
+@SETTINGS
+@given(document_sizes, st.booleans(), st.integers(1, 3), st.integers(1, 9), parts)
+def test_parts_of_documents(stores, sizes, bos, batch_size, window, part):
+    """What is skipped is read all the same, and nothing is read that no target needs."""
+    store = stores(sizes, bos)
+    skip, per_document, limit = part
+    wanted = in_parts(store, *part)
+    if not wanted:
+        with pytest.raises(ValueError, match="nothing to score"):
+            evaluation_pieces(store, batch_size, window, skip=skip, per_document=per_document, limit=limit)
+        return
+    pieces = evaluation_pieces(store, batch_size, window, skip=skip, per_document=per_document, limit=limit)
+    assert sorted(scored_by(pieces)) == wanted
+    assert pieces.scored == len(wanted)
+    last = {i: w for i, w, _, _ in wanted}
+    assert sum(int((p.documents >= 0).sum()) for p in pieces) == pieces.tokens == sum(w + 1 for w in last.values())
+
+
+@SETTINGS
+@given(document_sizes, st.booleans(), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9), parts)
+def test_windows_score_every_token_once(stores, sizes, bos, batch_size, window, stride, part):
+    """Whatever the stride: no target left out or scored twice where windows meet, the first and last included."""
+    stride = min(stride, window)
+    store = stores(sizes, bos)
+    skip, per_document, limit = part
+    wanted = in_parts(store, *part)
+    if not wanted:
+        return
+    pieces = window_pieces(store, batch_size, window, stride, skip=skip, per_document=per_document, limit=limit)
+    taken = list(pieces)
+    assert len(taken) == len(pieces)
+    assert sorted(scored_by(taken)) == wanted
+    assert pieces.scored == len(wanted)
+    form, new = token_form(store), 0
+    for piece in taken:
+        assert piece.input_ids.shape[0] <= pieces.batch_size
+        for b in range(piece.input_ids.shape[0]):
+            (document,) = set(piece.documents[b].tolist()) - {-1}
+            real = piece.documents[b] >= 0
+            places = piece.positions[b][real]
+            assert len(places) <= window
+            assert torch.equal(places, torch.arange(int(places[0]), int(places[0]) + len(places)))
+            assert piece.input_ids[b][real].tolist() == form[document][int(places[0]) : int(places[-1]) + 1]
+            scored = (piece.targets[b] != IGNORED).nonzero()[:, 0]
+            assert len(scored), "no window is read for nothing"
+            if int(places[0]):
+                assert int(scored[0]) >= window - stride, "enough text before the first target"
+            new += len(places) - (window - stride if int(places[0]) else 0)
+    assert pieces.tokens == new
+
+
+def test_a_stride_above_the_window_would_leave_tokens_out(stores):
+    with pytest.raises(ValueError, match="stride 5 is longer than the window of 4"):
+        window_pieces(stores([9]), 1, 4, 5)
 
 
 def test_nothing_to_score(stores):

@@ -149,7 +149,7 @@ def parse(name: str, module: types.ModuleType, words: list[str]) -> Any:
 
 
 def _shown(field: str, hint: Any) -> str:
-    return f"[{field.upper()}{' ...' if _admits(hint, list) else ''}]"
+    return f"[{field.upper()}{' ...' if _takes_all(hint) else ''}]"
 
 
 def _parts(config_class: type) -> list[tuple[type, set[str]]]:
@@ -218,7 +218,7 @@ def arrange(name: str, words: list[str], fields: dict[str, Any], positional: Seq
             if not free:
                 hint = "" if not positional else f" beside {' and '.join(p.upper() for p in positional)}"
                 raise UsageError(f"undertow {name} does not know what to do with {word!r}{hint}")
-            if _admits(fields[free[0]], list):
+            if _takes_all(fields[free[0]]):
                 _gather(arranged, free[0], _as_json([word]))  # and the words after it, too
             else:
                 arranged.append(f"--{free.pop(0)}={word}")
@@ -252,13 +252,18 @@ def arrange(name: str, words: list[str], fields: dict[str, Any], positional: Seq
             else:
                 value = following
                 at += 1
-        if _admits(hint, list) and not _admits(hint, str) and not value.startswith("["):
+        if _takes_all(hint) and not value.startswith("["):
             value = _as_json([value])
         if _admits(hint, list) and not _admits(hint, bool):
             _gather(arranged, key, value)
         else:
             arranged.append(f"--{key}={value}")
     return arranged
+
+
+def _takes_all(hint: Any) -> bool:
+    """Whether a field can only be a list, and so takes all words that have no name."""
+    return _admits(hint, list) and not _admits(hint, str)
 
 
 def _gather(arranged: list[str], key: str, value: str) -> None:

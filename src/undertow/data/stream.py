@@ -297,7 +297,7 @@ class _Scored:
                 ids[b, :n] = self.store.tokens[source]
                 wanted = self.store.tokens[source + 1]
             scored = within >= np.maximum(self.first[document], scored_from)
-            targets[b, :n] = np.where(scored, wanted, IGNORED)
+            targets[b, :n] = np.where(scored, wanted.astype(np.int64), IGNORED)  # ids may be unsigned
             documents[b, :n] = document
             positions[b, :n] = within
             resets[b, :n] = within == 0

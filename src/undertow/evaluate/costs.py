@@ -102,52 +102,70 @@ def flop_counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
+@dataclass(frozen=True)
+class ReadingCosts:
+    """What reading one more token takes, in the middle of a long text."""
+
+    flops_per_token: float
+    """Floating-point operations, on average over whole strides."""
+    state_bytes: int | None
+    """The state of one row at its largest; None where none is carried or it cannot be weighed."""
+
+
 @torch.no_grad()
-def flops_per_token(
+def reading_costs(
     model: nn.Module,
     input_ids: Tensor,
     *,
     warm: int = 0,
     window: int = 256,
-    stride: int | None = None,
+    stride: int = 1,
+    alone: bool = False,
     precision: str = "float32",
-) -> float:
-    """Operations that reading one more token takes, in the middle of a long text.
+) -> ReadingCosts:
+    """Count operations and weigh the state while reading on.
 
     Args:
         model: see :mod:`undertow.evaluate.protocol`.
-        input_ids: (T,) any tokens of its vocabulary; they are repeated where more are needed.
+        input_ids: any tokens of its vocabulary; they are repeated where more are needed.
         warm: tokens to read before counting, so that the memory is full. (A model that carries a state.)
         window: tokens to read at a time, whose operations are counted together.
-        stride: windows are read on their own, and each scores so many tokens; see :func:`~undertow.evaluate.evaluate`.
-            None: the state is carried.
+        stride: tokens from one boundary of the model's own windows to the next; the state is weighed at a boundary and
+            just before the next one. ``window`` should hold whole strides, so that what a boundary costs is shared out
+            evenly. With ``alone``: tokens that each window scores.
+        alone: windows are read on their own, as by ``evaluate(..., stride=...)``.
         precision: "float32", or "bfloat16" for matrix products under autocast.
     """
     place = next(model.parameters()).device
     training = model.training
     model.eval()
     takes_resets = carries_state(model)
+    begin = 0
 
-    def piece(begin: int, count: int, state: Any) -> Any:
+    def go_on(count: int, state: Any) -> Any:
+        nonlocal begin
         ids = input_ids.flatten()[torch.arange(begin, begin + count) % input_ids.numel()][None].to(place)
         resets = torch.zeros_like(ids, dtype=torch.bool) if takes_resets else None
         if resets is not None and begin == 0:
             resets[:, 0] = True
+        begin += count
         return read(model, ids, state=state, resets=resets).state
 
     try:
         with torch.autocast(place.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            if stride is not None:
+            if alone:
                 with flop_counter() as counter:
-                    piece(0, window, None)
-                return counter.get_total_flops() / stride
-            state, begin = None, 0
+                    go_on(window, None)
+                return ReadingCosts(counter.get_total_flops() / stride, None)
+            state = None
             while begin < warm:
-                state = piece(begin, window, state)
-                begin += window
+                state = go_on(window, state)
             with flop_counter() as counter:
-                piece(begin, window, state)
-            return counter.get_total_flops() / window
+                state = go_on(window, state)
+            weights = [state.nbytes()] if hasattr(state, "nbytes") else []
+            if weights and stride > 1:
+                weights.append(go_on(stride - 1, state).nbytes())
+            return ReadingCosts(counter.get_total_flops() / window, max(weights, default=None))
     finally:
         model.train(training)
 

@@ -87,8 +87,6 @@ class EvalResult:
     Windows inside a document get none of their own."""
     read: int = 0
     """Tokens of text that were read to score the targets, each counted once; ``tokens_per_second`` is of these."""
-    state_bytes: int | None = None
-    """The state of one row at its largest; None where no state is carried or it cannot be weighed."""
     nll_by_position: tuple[float, ...] = field(default=(), repr=False)
     """Nats at each position of the window, summed; see :func:`evaluate` for what is counted as a position."""
     targets_by_position: tuple[int, ...] = field(default=(), repr=False)
@@ -240,7 +238,6 @@ def evaluate(
         pieces = window_pieces(store, batch_size, window, stride, **part)
     by_document = _Sums(len(store.documents))
     by_position = _Sums(lead + cycle)
-    state_bytes: int | None = None
     began = time.perf_counter()
     training = model.training
     model.eval()
@@ -257,8 +254,6 @@ def evaluate(
                     attention_mask=None if piece.attention_mask is None else piece.attention_mask.to(place),
                 )
                 state = reading.state if stateful else None
-                if state is not None and hasattr(state, "nbytes"):
-                    state_bytes = max(state_bytes or 0, state.nbytes() // len(piece.input_ids))
                 assert reading.logits is not None  # only a model that was given labels may leave them out
                 nll = token_nll(reading.logits, piece.targets.to(place)).cpu().double()
                 del reading
@@ -299,7 +294,6 @@ def evaluate(
         per_document_tokens=per_document_tokens,
         bos_token_id=store.bos_token_id,
         read=pieces.tokens,
-        state_bytes=state_bytes,
         nll_by_position=tuple(by_position.nll.tolist()),
         targets_by_position=tuple(by_position.count.tolist()),
         by_document=_documents(store, by_document, sized),
