@@ -1,6 +1,6 @@
 """A recurrence for any pretrained Hugging Face causal language model."""
 
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from .anatomy import UnsuitableBase
 from .cache import RecurrentCache
@@ -9,6 +9,7 @@ from .modeling import RecurrentConfig, RecurrentForCausalLM, add_recurrence
 from .storage import load_recurrent
 
 AutoConfig.register(RecurrentConfig.model_type, RecurrentConfig)
+AutoModelForCausalLM.register(RecurrentConfig, RecurrentForCausalLM)
 
 __all__ = [
     "RecurrenceConfig",

@@ -93,13 +93,21 @@ def dissect(model: Any) -> Anatomy:
             configs.append(candidate)
     seen: list[dict[str, Any]] = []
     given: dict[nn.Module, Any] = {}
+    rules: dict[int, tuple[Any, Any]] = {}  # of a mask, by its identity; the mask beside it keeps that its own
 
-    def look(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Any = None, **kwargs: Any) -> Any:
+    def mask(mask_function: Any, **kwargs: Any) -> Any:
+        made = AttentionMaskInterface()["eager"](mask_function=mask_function, **kwargs)
+        rules[id(made)] = mask_function, made
+        return made
+
+    def look(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, given_mask: Any = None, **kwargs: Any
+    ) -> Any:
         if query.shape[2] != key.shape[2]:
             raise UnsuitableBase(f"{kind}: queries and keys differ in length, as in cross-attention")
         if kwargs.get("s_aux") is not None:
             raise UnsuitableBase(f"{kind} has learned sinks inside its softmax, which are not supported")
-        pair = given.get(module)
+        pair, (rule, _) = given.get(module), rules.get(id(given_mask), (None, None))
         seen.append({
             "module": module, "rotates": isinstance(pair, Unrotated) and pair.used, "heads": query.shape[1],
             "key_heads": key.shape[1], "head_dim": query.shape[3], "local": rule is not None and _is_local(rule),
@@ -115,7 +123,7 @@ def dissect(model: Any) -> Anatomy:
         return None
 
     AttentionInterface.register(_PROBE, look)
-    AttentionMaskInterface.register(_PROBE, lambda mask_function, **kwargs: mask_function)  # type: ignore[arg-type]
+    AttentionMaskInterface.register(_PROBE, mask)
     hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in plain.modules() if hasattr(m, "layer_idx")]
     training, names = plain.training, [c._attn_implementation for c in configs]
     plain.eval()
@@ -151,6 +159,9 @@ def dissect(model: Any) -> Anatomy:
     if any(s["values"] != s["head_dim"] for s in seen):
         raise UnsuitableBase(f"{kind}: values of another width than keys are not supported")
     parts = ("module", "rotates", "heads", "key_heads", "head_dim", "local")
+    rotates = any(layer["rotates"] for layer in seen)
+    if not rotates and "position_ids" not in inspect.signature(plain.forward).parameters:
+        raise UnsuitableBase(f"{kind} takes no position_ids, so that its positions cannot start anew in every window")
     found = [Layer(index, *(layer[part] for part in parts)) for index, layer in enumerate(seen)]
     rotary = [layer for layer in found if layer.rotates]
     for layer in rotary:

@@ -190,7 +190,7 @@ class Settings(RecurrenceConfig):
     @property
     def reach_back(self) -> int:
         """Strides that gradients reach back at most."""
-        return max(1, self.bptt * self.window // self.stride)
+        return self.bptt * self.window_strides
 
     @property
     def window_strides(self) -> int:

@@ -286,8 +286,7 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
             )
         out = Collected(kept)
         nll = torch.zeros((), device=device)
-        read = 0
-        for first, count in piece.groups(self.side_by_side):
+        for first, count in piece.groups(self.side_by_side, settings.reach_back):
             M = _none(tensors.get("memory_real"), (B, 0), torch.bool, device)
             at = _none(tensors.get("memory_position"), (B, 0), torch.long, device)
             grid = build_grid(piece, first, count, start, M, at, settings)
@@ -319,9 +318,8 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
                 nll = nll + got.nll
             if place is not None and got.logits is not None:
                 out.add(got.logits, wanted[:, columns], target[:, columns])
-            read += count
-            if read >= settings.reach_back and torch.is_grad_enabled():
-                tensors, read = {name: t.detach() for name, t in tensors.items()}, 0
+            if (first + count) % settings.reach_back == 0 and torch.is_grad_enabled():
+                tensors = {name: t.detach() for name, t in tensors.items()}
         if after is not None:
             last = real.sum(1, keepdim=True) + torch.arange(settings.stride, device=device)
             tensors = tensors | {"tokens": after.gather(1, last)}
@@ -377,7 +375,7 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
     @contextlib.contextmanager
     def _listening(self, carry: _Carry | None) -> Iterator[None]:
         """Inside, hidden states of the layers read reach the recurrence as soon as they are there."""
-        if carry is None:
+        if carry is None or self.settings.update == "held":
             yield
             return
         hooks = [self.anatomy.blocks[i].register_forward_hook(carry.hear(i)) for i in self.settings.read_layers]
@@ -425,7 +423,22 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         """As `undertow.load_recurrent`."""
         from .storage import load_recurrent
 
-        return load_recurrent(pretrained_model_name_or_path, base, **kwargs)
+        model = load_recurrent(pretrained_model_name_or_path, base, dtype=kwargs.get("dtype"))
+        if kwargs.get("output_loading_info"):
+            return model, {f"{kind}_keys": set() for kind in ("missing", "unexpected", "mismatched")}  # type: ignore
+        return model
+
+    def load_state(self, folder: str | Path) -> RecurrentForCausalLM:
+        """Take the weights of an adapter that was made for the same base with the same settings.
+
+        Raises:
+            FileNotFoundError: no adapter there.
+            ValueError: damaged files, another base, other settings.
+        """
+        from .storage import load_state
+
+        load_state(self, Path(folder))
+        return self
 
 
 class Collected:
@@ -635,15 +648,20 @@ def _check_identity(model: RecurrentForCausalLM) -> None:
     """
     kind, base, numbers = model.anatomy.architecture, model.base, model._numbers
     T = min(12, model.settings.window)
-    ids = (torch.arange(T, device=model.device) * 7919 % model.anatomy.vocab_size)[None]
-    other = torch.cat([ids[:, :-1], (ids[:, -1:] + 1) % model.anatomy.vocab_size], 1)
+    text = torch.arange(T, device=model.device) * 7919 % model.anatomy.vocab_size
+    other = torch.cat([text[:-1], (text[-1:] + 1) % model.anatomy.vocab_size])
+    late = T // 3  # the second row begins so much later, so that positions differ between rows
+    rows = torch.stack([text, torch.cat([text[:1].expand(late), text[: T - late]])])
+    mask = torch.ones_like(rows)
+    mask[1, :late] = 0
     with eval_mode(model), torch.autocast(model.device.type, enabled=False):
         expected, changed = (
-            base(input_ids=x, attention_mask=torch.ones_like(x), use_cache=False).logits.double() for x in (ids, other)
+            base(input_ids=x[None], attention_mask=torch.ones_like(x[None]), use_cache=False).logits[0].double()
+            for x in (text, other)
         )
         model._numbers = T if model.anatomy.relative else numbers  # the frequencies that so short a text gets
         try:
-            got = model(ids).logits
+            got = model(rows, attention_mask=mask).logits
         except UnsuitableBase:
             raise
         except Exception as error:
@@ -653,9 +671,9 @@ def _check_identity(model: RecurrentForCausalLM) -> None:
     assert got is not None
     coarse = model.dtype in (torch.bfloat16, torch.float16)
     allowed = (3e-2 if coarse else 1e-4) * max(float(expected.abs().max()), 1)
-    if T > 1 and not float((changed - expected)[:, :-1].abs().max()) <= allowed:
+    if T > 1 and not float((changed - expected)[:-1].abs().max()) <= allowed:
         raise UnsuitableBase(f"{kind} is not causal: what it says of a token depends on the tokens after it")
-    off = float((got - expected).abs().max())
+    off = float(torch.cat([got[0] - expected, got[1, late:] - expected[: T - late]]).abs().max())
     if not off <= allowed:
         raise UnsuitableBase(
             f"{kind} does something in its attention that this library does not know: its logits are {off:.2g} apart"

@@ -136,7 +136,8 @@ class Recurrence(nn.Module):
         self.write = nn.ModuleDict()
         if not config.slots:
             return
-        self.read = Read(config, len(config.read_layers) * anatomy.hidden_size)
+        if config.update != "held":
+            self.read = Read(config, len(config.read_layers) * anatomy.hidden_size)
         self.update = Update(config)
         self.write.update({str(i): Write(config, anatomy.layers[i]) for i in config.write_layers})
         self.initial = nn.Parameter(torch.randn(config.slots, self.update.state_size))

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 _SAMPLES = 16
+# Settings that say how a base was loaded or is used, not what it is.
+_PASSING = frozenset((
+    "_name_or_path", "architectures", "attn_implementation", "dtype", "torch_dtype", "transformers_version",
+    "bos_token_id", "eos_token_id", "pad_token_id", "output_attentions", "output_hidden_states", "return_dict",
+    "quantization_config", "use_cache",
+))  # fmt: skip
 
 
 def describe(base: Any, name: str | None = None) -> dict[str, Any]:
@@ -32,13 +38,13 @@ def describe(base: Any, name: str | None = None) -> dict[str, Any]:
 
 
 def fingerprint(base: nn.Module) -> str:
-    """Of a base's sizes and weights, whatever their dtype; adapters (LoRA) on it do not count.
+    """Of a base's settings and weights, whatever their dtype; adapters (LoRA) on it do not count.
 
-    Takes 16 values of each weight, in bfloat16, so that a base loaded in another precision is still the same.
+    Takes 16 values of each weight, in bfloat16: a base loaded in another precision is still the same, another model or
+    a fine-tuned one is not; a change of a few single weights may go unseen.
     """
-    config = text_config(base)
-    sizes = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    digest = hashlib.sha256(json.dumps({name: getattr(config, name, None) for name in sizes}).encode())
+    settings = {k: v for k, v in text_config(base).to_diff_dict().items() if k not in _PASSING}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, tensor in sorted(_own_weights(base).items()):
         flat = tensor.detach().flatten()
         count = min(_SAMPLES, len(flat))
@@ -75,11 +81,16 @@ def lora_settings(model: Any) -> dict[str, Any] | None:
     return dict(json.loads(plain))
 
 
+def _parameters(model: RecurrentForCausalLM) -> dict[str, Tensor]:
+    """All parameters, by names that do not depend on how LoRA was put on the base."""
+    return {name.replace("base.base_model.model.", "base."): p for name, p in model.named_parameters()}
+
+
 def trained_state(model: RecurrentForCausalLM) -> dict[str, Tensor]:
     """What differs from the base: the module, LoRA weights, and weights of the base that train."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for name, p in model.named_parameters():
+    for name, p in _parameters(model).items():
         if (name.startswith("recurrence.") or ".lora_" in name or p.requires_grad) and id(p) not in seen:
             tensors[name] = p
             seen.add(id(p))
@@ -98,8 +109,13 @@ def save(model: RecurrentForCausalLM, folder: Path, state_dict: dict[str, Tensor
         raise NotADirectoryError(f"{folder} is a file, and an adapter wants a folder")
     folder.mkdir(parents=True, exist_ok=True)
     wanted = trained_state(model)
-    source = wanted if state_dict is None else {name: state_dict.get(name, p) for name, p in wanted.items()}
-    tensors = {name: p.detach().to("cpu").contiguous() for name, p in source.items()}
+    if state_dict is not None:
+        gathered = {name.replace("base.base_model.model.", "base."): p for name, p in state_dict.items()}
+        wanted = {name: gathered.get(name, p) for name, p in wanted.items()}
+    model.config.lora = lora_settings(model.base)
+    if model.config.lora is None and any(".lora_" in name for name in wanted):
+        raise ValueError("the base has LoRA weights but not their settings: put them on with peft.get_peft_model")
+    tensors = {name: p.detach().to("cpu").contiguous() for name, p in wanted.items()}
     model.config.save_pretrained(folder)
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     if model.generation_config is not None:
@@ -197,6 +213,17 @@ def check_base_of(folder: Path, config: Any, base: Any) -> None:
             )
 
 
+def load_state(model: RecurrentForCausalLM, folder: Path) -> None:
+    """Set the weights of a model from an adapter of the same base and settings. Errors: see `load_recurrent`."""
+    config = read_config(folder)
+    weights = _weights(folder / WEIGHTS)
+    check_base_of(folder, config, model.base)
+    for name, value in config.recurrence.items():
+        if (mine := model.config.recurrence.get(name)) != value and name not in ("bptt", "recompute"):
+            raise ValueError(f"{folder} has another recurrence: its {name} is {value}, this one's {mine}")
+    load_weights(model, weights, str(folder))
+
+
 def _weights(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"{path.parent} holds no adapter: there is no {path.name}")
@@ -213,7 +240,7 @@ def load_weights(model: RecurrentForCausalLM, weights: dict[str, Tensor], what: 
     Raises:
         ValueError: names or shapes that do not fit.
     """
-    own = dict(model.named_parameters())
+    own = _parameters(model)
     needed = {name for name in own if name.startswith("recurrence.") or ".lora_" in name}
     if missing := sorted(needed - weights.keys()):
         raise ValueError(f"{what}: weights are missing: {', '.join(missing[:3])}")

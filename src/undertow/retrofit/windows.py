@@ -57,16 +57,21 @@ class Piece:
         whole = bool((position % stride == 0)[real & (rank == 0)].all())
         return cls(real, position, rank, step, column, lengths, whole)
 
-    def groups(self, most: int) -> list[tuple[int, int]]:
-        """Which steps (first, how many) may be read side by side, at most `most`: strides that each begin afresh."""
+    def groups(self, most: int, back: int) -> list[tuple[int, int]]:
+        """Which steps (first, how many) are read side by side: strides that each begin afresh.
+
+        Args:
+            most: at most so many.
+            back: a group ends at every multiple of so many steps, where gradients stop.
+        """
         count, first = len(self.lengths), 0
         groups = []
-        if most > 1 and not self.whole and count:
-            groups.append((0, 1))
-            first = 1
         while first < count:
-            groups.append((first, min(most, count - first)))
-            first += most
+            size = min(most, back - first % back, count - first)
+            if first == 0 and not self.whole:
+                size = 1
+            groups.append((first, size))
+            first += size
         return groups
 
 
