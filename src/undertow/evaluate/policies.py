@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,7 @@ POLICIES = ("carry", "disjoint", "overlap", "sliding", "select", "everything")
 REMEMBERED = 256
 CONTEXT = 2048
 SWAPPED = "states swapped"
+CHANCE = "by chance"
 
 
 class Unable(ValueError):
@@ -267,7 +268,7 @@ class _Planner:
             window = self.context or min(CONTEXT, limit or CONTEXT) // 2 * 2
             return self._wrapped("everything", anatomy, policy="overlap", window=window)
         sinks = self._sinks
-        window = self.context or CONTEXT
+        window = self.context or min(CONTEXT, limit or CONTEXT)
         stride = _stride(window)
         if self.context is None and limit is not None:
             window = min(window, limit - stride - sinks + 1)
@@ -315,7 +316,7 @@ _NOTES = {
 
 def _stride(window: int) -> int:
     """Of a long window: short enough to waste little, long enough that the base reads many tokens at once."""
-    return max(1, min(128, window // 4))
+    return max(1, min(128, window // 16))
 
 
 def compare(
@@ -350,7 +351,8 @@ def compare(
         remembered, context: see :func:`plan`.
         controls: after a retrofit's ``carry`` read once more with the memories of the texts swapped: each document is
             read with what was remembered of another. What is lost by that is what memory is worth. (It needs two
-            documents.)
+            documents.) After ``select`` read once more with keys kept by chance: what is lost shows what choosing is
+            worth.
         batch_size, window, attention_window, max_tokens, skip_tokens, per_document_tokens, precision: as for
             :func:`undertow.evaluate.evaluate`.
         progress: called with (way, targets scored, targets in all).
@@ -394,6 +396,10 @@ def compare(
                     results.append(score(way, reader, SWAPPED, max(2, batch_size), costs))
                 finally:
                     reader.swap_states = False
+            if controls and way.policy == "select":
+                assert way.settings is not None
+                by_chance = replace(way, settings=replace(way.settings, selected_by="chance"))
+                results.append(score(way, by_chance.reader(model), CHANCE, batch_size, costs))
         return results
 
 

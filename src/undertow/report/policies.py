@@ -28,6 +28,17 @@ _COLORS = {
 }
 
 
+# What was done, what is lost by it, and what to say where nothing is.
+_CONTROLS = {
+    "states swapped": (
+        "each text read with what was remembered of another",
+        "memory of the text itself",
+        "memory of the text itself helped nothing",
+    ),
+    "by chance": ("keys kept at random", "the choice", "the choice helped nothing"),
+}
+
+
 def name(record: Record) -> str:
     """The policy, and what was done to its memory."""
     return record["policy"] + (f", {record['control']}" if record.get("control") else "")
@@ -97,10 +108,10 @@ def explanations(records: Sequence[Record]) -> list[str]:
         if record.get("control"):
             own = next(r for r in records if not r.get("control") and _same(r, record))
             lost = record["perplexity"] / own["perplexity"] - 1
+            what, worth, nothing = _CONTROLS[record["control"]]
             lines.append(
-                f"{name(record)}: each text read with the memory of another; perplexity is {abs(lost):.2%} "
-                f"{'higher' if lost >= 0 else 'lower'}"
-                + (": so much of it was memory." if lost > 0 else ": memory of the text itself helped nothing.")
+                f"{name(record)}: {what}; perplexity is {abs(lost):.2%} "
+                + (f"higher: so much is {worth}." if lost > 0 else f"lower: {nothing}.")
             )
     start = (
         "Nothing stands before a document, so its first token is not scored"
