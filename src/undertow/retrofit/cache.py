@@ -110,6 +110,11 @@ class RecurrentCache(Cache):
         return len(self.tensors["position"]) if self.tensors else -1
 
     @property
+    def is_linear(self) -> list[bool]:
+        """For `generate`: a text can be gone on with from here (transformers asks every layer, and we list none)."""
+        return [False]
+
+    @property
     def is_initialized(self) -> bool:
         """Whether anything was read."""
         return bool(self.tensors)
