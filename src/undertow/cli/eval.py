@@ -198,6 +198,8 @@ def plan_all(
                 try:
                     planned[i] += plan(given, [policy], remembered=wanted, context=config.context)
                 except Unable as error:
+                    if len(places) == 1:
+                        raise
                     refused.setdefault(policy, []).append(f"{config.model[i]}: {error}")
             remembered = remembered or own
         if len(places) == 1:
@@ -208,7 +210,7 @@ def plan_all(
     done = {way.policy for found in ways for way in found}
     for policy, reasons in refused.items():
         if policy not in done:
-            raise Unable(reasons[0].partition(": ")[2] if len(places) == 1 else reasons[0])
+            raise Unable(reasons[0])
     return ways, [f"left out for {reason}" for reasons in refused.values() for reason in reasons], model
 
 

@@ -204,17 +204,7 @@ def evaluate(
     """
     from undertow.data.stream import evaluation_pieces, window_pieces
 
-    sizes = {
-        "batch_size": batch_size, "window": window, "max_tokens": max_tokens, "stride": stride,
-        "per_document_tokens": per_document_tokens,
-    }  # fmt: skip
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} should be at least 1, not {value}")
-    if skip_tokens < 0:
-        raise ValueError(f"skip_tokens should be 0 or more, not {skip_tokens}")
-    if precision not in ("float32", "bfloat16"):
-        raise ValueError(f"precision should be float32 or bfloat16, not {precision!r}")
+    check(batch_size, window, max_tokens, stride, skip_tokens, per_document_tokens, precision)
     if device is not None:
         model.to(device)
     place = next(model.parameters()).device
@@ -298,6 +288,33 @@ def evaluate(
         targets_by_position=tuple(by_position.count.tolist()),
         by_document=_documents(store, by_document, sized),
     )
+
+
+def check(
+    batch_size: int,
+    window: int,
+    max_tokens: int | None,
+    stride: int | None,
+    skip_tokens: int,
+    per_document_tokens: int | None,
+    precision: str,
+) -> None:
+    """Refuse what :func:`evaluate` cannot do, whatever the model and the text.
+
+    Raises:
+        ValueError: sizes out of bounds; an unknown precision.
+    """
+    sizes = {
+        "batch_size": batch_size, "window": window, "max_tokens": max_tokens, "stride": stride,
+        "per_document_tokens": per_document_tokens,
+    }  # fmt: skip
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} should be at least 1, not {value}")
+    if skip_tokens < 0:
+        raise ValueError(f"skip_tokens should be 0 or more, not {skip_tokens}")
+    if precision not in ("float32", "bfloat16"):
+        raise ValueError(f"precision should be float32 or bfloat16, not {precision!r}")
 
 
 class _Sums:

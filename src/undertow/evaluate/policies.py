@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from undertow.evaluate.costs import Peak, ReadingCosts, peak_memory, reading_costs
-from undertow.evaluate.evaluator import EvalResult, evaluate
+from undertow.evaluate.evaluator import EvalResult, check, evaluate
 from undertow.evaluate.protocol import attention_window as set_attention_window
 from undertow.evaluate.protocol import base_of, carries_state, unwrap
 
@@ -360,6 +360,12 @@ def compare(
     Raises:
         ValueError: see :func:`plan` and :func:`undertow.evaluate.evaluate`.
     """
+    from undertow.data.stream import window_pieces
+
+    check(batch_size, window, max_tokens, None, skip_tokens, per_document_tokens, precision)
+    window_pieces(
+        store, 1, 1, limit=max_tokens, skip=skip_tokens, per_document=per_document_tokens
+    )  # is there something to score?
     with set_attention_window(model, attention_window):  # also while planning: it is what an SRU++ remembers
         ways = [
             *(way for way in policies if isinstance(way, Way)),

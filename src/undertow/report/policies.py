@@ -60,7 +60,7 @@ def policy_table(records: Sequence[Record], console: Console | None = None) -> N
     rows: list[list[object]] = []
     for model in models:
         if len(models) > 1:
-            rows.append([model])
+            rows.append([_shortened(model)])
         for record in records:
             if record["model"] == model:
                 indent = "  " * ((len(models) > 1) + bool(record.get("control")))
@@ -82,6 +82,12 @@ def _cells(record: Record) -> list[object]:
         None if peak is None else round(peak / 2**20),
         None if state is None else _short(state / 2**10),
     ]
+
+
+def _shortened(model: str) -> str:
+    """A name that does not widen the column of policies: the end of a long path."""
+    parts = Path(model).parts
+    return model if len(model) <= 24 or len(parts) < 3 else str(Path("…", *parts[-2:]))
 
 
 def _short(value: float) -> str:
@@ -113,10 +119,11 @@ def explanations(records: Sequence[Record]) -> list[str]:
                 f"{name(record)}: {what}; perplexity is {abs(lost):.2%} "
                 + (f"higher: so much is {worth}." if lost > 0 else f"lower: {nothing}.")
             )
+    separators = list(dict.fromkeys(record["bos_token_id"] for record in records))
     start = (
         "Nothing stands before a document, so its first token is not scored"
-        if first["bos_token_id"] is None
-        else f"Each document begins with its separator (id {first['bos_token_id']}), never scored"
+        if separators == [None]
+        else f"Each document begins with its separator (id {', '.join(map(str, separators))}), never scored"
     )
     lines.append(f"{start}; windows inside a document get nothing put before them. The same for all.")
     part = []
@@ -126,6 +133,8 @@ def explanations(records: Sequence[Record]) -> list[str]:
         part.append(f"each was read up to its token {first['per_document_tokens']:,}")
     scored = f"{first['targets']:,} tokens of {_count(first['documents'], 'document')} scored, each once"
     lines.append("; ".join([scored, *part]) + ".")
+    if len({record["targets"] for record in records}) > 1:
+        lines.append("The models cut the text into other tokens: compare them by word and by byte, not by token.")
     if first["cut"]:
         lines.append("Documents were scored in part: their bytes and words are in proportion to the tokens scored.")
     lines.append("ppl: perplexity; /s: a second; MFLOP: in the middle of a long text, two for a product and its sum.")
