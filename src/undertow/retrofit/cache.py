@@ -115,6 +115,11 @@ class RecurrentCache(Cache):
         return [False]
 
     @property
+    def is_compileable(self) -> bool:
+        """For `generate`: not of a shape that never changes."""
+        return False
+
+    @property
     def is_initialized(self) -> bool:
         """Whether anything was read."""
         return bool(self.tensors)
