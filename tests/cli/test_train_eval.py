@@ -14,6 +14,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests.cli.conftest import mistake
 from undertow.cli.main import main
 from undertow.data import byte_tokenizer
 
@@ -22,15 +23,6 @@ SMALL = shlex.split(
     "--device cpu --model.hidden_size 16 --model.projection_size 8 --model.num_hidden_layers 2 "
     "--model.attention_window 8"
 )
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder with a text of 60 lines."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("UNDERTOW_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "my text.txt").write_text("".join(f"line {i} of a text about nothing much\n" for i in range(60)))
-    return tmp_path
 
 
 def test_train_then_eval(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,18 +91,6 @@ def test_a_plain_transformer_is_trained_and_evaluated(folder: Path, capsys: pyte
     assert main(["train", "--init-from", "llama", "--data", "my text.txt", "--out", "run", *words]) == 0
     assert main(["eval", "run"]) == 0
     assert "read one by one" in capsys.readouterr().out
-
-
-def mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command says; it must be short and end with status 2."""
-    capsys.readouterr()
-    assert main(words) == 2
-    err = capsys.readouterr().err
-    lines = [line for line in err.splitlines() if line.strip()]
-    assert lines[0].startswith("undertow: error: ")
-    assert len(lines) <= 2
-    assert "Traceback" not in err
-    return err
 
 
 def test_mistakes_before_anything_is_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

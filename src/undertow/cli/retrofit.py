@@ -71,9 +71,9 @@ class Config(TrainConfig, DataConfig):
     """Optimiser steps in all; 200 where minutes is not given either. Only a budget in steps resumes exactly."""
     batch_size: int = 1
     """Rows in one optimiser step, over all devices and accumulation groups. Each row is a stream of text of its own."""
-    window: int = 2048
-    """Tokens of each row in one step, many windows of the recurrence. Gradients do not flow further back, and within
-    it through recurrence.bptt strides at a time; the state goes on."""
+    window: int = 1024
+    """Tokens of each row in one step, several windows of the recurrence. Gradients do not flow further back, and within
+    them through recurrence.bptt windows; the state goes on. More need more memory, or gradient_checkpointing."""
     learning_rate: float = 1e-3
     """The highest learning rate, of the recurrence."""
     base_learning_rate: float | None = 3e-4
@@ -127,7 +127,7 @@ def run(config: Config) -> int:
                 raise ValueError("--resume needs the run to go on with: --out FOLDER, or --config FOLDER/config.yaml")
             config.out = str(free_name(config.data))
         check_out(Path(config.out), bool(config.resume), config.overwrite)
-        if config.data or config.recurrence.slots or config.base_training != "frozen":
+        if config.data:
             documents = split_documents(data_config(asdict(config)))
     base = find_base(config.base, cache_dir=config.cache_dir, say=None if config.quiet else _tell)
     tokenizer = None if config.explain else choose_tokenizer(config, base)

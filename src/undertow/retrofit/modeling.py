@@ -90,6 +90,8 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         self.post_init()
         if getattr(plain_base(base), "generation_config", None) is not None:
             self.generation_config = plain_base(base).generation_config
+        self.register_load_state_dict_pre_hook(_name_as_here)
+        self.register_load_state_dict_post_hook(_miss_nothing_frozen)
 
     def init_weights(self) -> None:
         """Leave all weights as they are: the base's are trained, the module's were made with it."""
@@ -441,6 +443,21 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         return self
 
 
+def _name_as_here(model: RecurrentForCausalLM, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+    """Let saved weights find those of a base that is wrapped by PEFT: adapters do not name the wrapper."""
+    if plain_base(model.base) is model.base:
+        return
+    outer, inner = f"{prefix}base.", f"{prefix}base.base_model.model."
+    for name in [name for name in state_dict if name.startswith(outer) and not name.startswith(inner)]:
+        state_dict[inner + name.removeprefix(outer)] = state_dict.pop(name)
+
+
+def _miss_nothing_frozen(model: RecurrentForCausalLM, keys: Any) -> None:
+    """An adapter holds what is trained: the rest is with the base, and nothing to warn of (as Trainer would)."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    keys.missing_keys[:] = [name for name in keys.missing_keys if name in trained]
+
+
 class Collected:
     """Logits of grids, put where the tokens of the piece stand."""
 
@@ -620,7 +637,7 @@ def add_recurrence(
         raise TypeError(f"the second argument is a RecurrenceConfig, not a {type(config).__name__}")
     anatomy = dissect(model)
     settings = config.resolved(
-        layers=len(anatomy.layers), hidden_size=anatomy.hidden_size, relative=anatomy.relative, limit=anatomy.limit,
+        layers=len(anatomy.layers), hidden_size=anatomy.hidden_size, relative=anatomy.relative, limit=anatomy.limit, natural=anatomy.natural,
         architecture=anatomy.architecture,
     )  # fmt: skip
     plain = plain_base(model)

@@ -26,7 +26,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, gather_object
 from safetensors import SafetensorError
-from safetensors.torch import load_model, save_file, save_model
+from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
 from undertow.evaluate.evaluator import EvalResult, evaluate
@@ -492,15 +492,26 @@ class _Run:
         if self.frozen is None:
             save_model(self.plain, str(path))
             return
+        save_file({name: tensor.detach().contiguous() for name, tensor in self._changing().items()}, path)
+
+    def _changing(self) -> dict[str, Tensor]:
+        """Trained parameters, and buffers that are saved."""
         kept: dict[str, Tensor] = {name: p for name, p in self.plain.named_parameters() if p.requires_grad}
         there = self.plain.state_dict().keys()
-        kept |= {name: b for name, b in self.plain.named_buffers() if name in there}
-        save_file({name: tensor.detach().contiguous() for name, tensor in kept.items()}, path)
+        return kept | {name: b for name, b in self.plain.named_buffers() if name in there}
 
     def _load_weights(self, path: Path) -> None:
-        missing, unexpected = load_model(self.plain, str(path), strict=False)
-        frozen = {name for name, p in self.plain.named_parameters() if not p.requires_grad}
-        if unfit := [*(set(missing) - frozen), *unexpected]:
+        """What `_save_weights` has written."""
+        if self.frozen is None:
+            missing, unexpected = load_model(self.plain, str(path), strict=False)
+            unfit = {*missing, *unexpected}
+        else:
+            kept, saved = self._changing(), load_file(path)
+            unfit = kept.keys() ^ saved.keys()
+            with torch.no_grad():
+                for name in kept.keys() & saved.keys():
+                    kept[name].copy_(saved[name])
+        if unfit:
             raise CheckpointError(f"checkpoint {path.parent} does not fit the model: {sorted(unfit)[:3]}")
 
     def _facts(self) -> dict[str, Any]:
