@@ -195,7 +195,8 @@ def add_lora(base: Any, settings: dict[str, Any]) -> Any:
         raise ModuleNotFoundError("a LoRA adapter needs peft: pip install 'undertow[retrofit]'") from error
     with warnings.catch_warnings():  # peft asks transformers for something by its old name
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        return get_peft_model(base, LoraConfig.from_peft_type(**settings))
+        # Its base may have moved since, of which peft would warn; whether it is the same is checked by its weights.
+        return get_peft_model(base, LoraConfig.from_peft_type(**settings | {"base_model_name_or_path": None}))
 
 
 def check_base_of(folder: Path, config: Any, base: Any) -> None:
