@@ -38,6 +38,8 @@ class Anatomy:
     """Positions are rotary in every layer that has any: keys can be renumbered."""
     limit: int | None
     """Positions the base knows."""
+    natural: int | None
+    """Positions up to which its rotation is one and the same: long and dynamic ones change beyond."""
     hidden_size: int
     vocab_size: int
     """Token ids it has embeddings for."""
@@ -167,17 +169,33 @@ def dissect(model: Any) -> Anatomy:
     for layer in rotary:
         if not hasattr(sys.modules[type(layer.module).__module__], "apply_rotary_pos_emb"):
             raise UnsuitableBase(f"{kind} rotates its keys in a way of its own")
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     return Anatomy(
         architecture=kind,
         layers=found,
         blocks=_blocks(plain, found, kind),
         configs=configs,
         relative=bool(rotary),
-        limit=getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None),
+        limit=limit,
+        natural=_natural(config, limit),
         hidden_size=config.hidden_size,
         vocab_size=plain.get_input_embeddings().weight.shape[0],
         keeps_logits="logits_to_keep" in inspect.signature(plain.forward).parameters,
     )
+
+
+def _natural(config: Any, limit: int | None) -> int | None:
+    """Positions up to which the rotation does not depend on how many there are."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_type = (
+        parameters.values() if parameters and all(isinstance(x, dict) for x in parameters.values()) else [parameters]
+    )
+    first = [
+        one["original_max_position_embeddings"]
+        for one in by_type
+        if one.get("rope_type") in ("longrope", "dynamic") and one.get("original_max_position_embeddings")
+    ]
+    return min([*first, *([limit] if limit else [])], default=None)
 
 
 def _is_local(rule: Any) -> bool:

@@ -32,7 +32,9 @@ class RecurrenceConfig:
     sinks: int = 4
     """First positions of a document that a sliding window never drops (Xiao et al. 2023, arXiv 2309.17453)."""
     reach: int | None = None
-    """Sliding: position numbers that are used, at least sinks + W + C - 1 (the default: numbers inside the cache)."""
+    """Sliding: position numbers that are used, at least sinks + W + C - 1. That many (the default) number positions
+    inside the cache, the sinks right before the window; selected keys keep their distance, up to this one (by default
+    32 times the positions remembered, or as many as the base knows)."""
     slots: int = 32
     """S: trained vectors carried from boundary to boundary; 0: none."""
     selected: int = 0
@@ -42,8 +44,9 @@ class RecurrenceConfig:
     weighs kept keys in attention, and starts at zero. chance: any (the control that shows what choosing is worth)."""
     selected_decay: float = 0.9
     """What attention received counts after another 128 positions, beside newly received attention."""
-    selected_distance: int = 32
-    """Only attention from at least so far away counts: close by, everything receives some."""
+    selected_distance: int | None = None
+    """Only attention from at least so far away counts, since close by everything receives some; by default 32, or half
+    of what a key sees of its window before it has to compete, (W - C) / 2."""
     read: Read = "queries"
     """How the hidden states of a stride become S vectors: the means of S equal parts, the last S positions, or S
     learned queries attending over it."""
@@ -107,7 +110,14 @@ class RecurrenceConfig:
         return cls(**settings)
 
     def resolved(
-        self, *, layers: int, hidden_size: int, relative: bool, limit: int | None, architecture: str
+        self,
+        *,
+        layers: int,
+        hidden_size: int,
+        relative: bool,
+        limit: int | None,
+        architecture: str,
+        natural: int | None = None,
     ) -> Settings:
         """With every choice made, for a base.
 
@@ -117,6 +127,7 @@ class RecurrenceConfig:
             relative: whether its positions are rotary, so that keys can be renumbered.
             limit: positions that it knows; None: any number.
             architecture: its name, for messages.
+            natural: positions up to which its rotation is one and the same; None: as `limit`.
 
         Raises:
             ValueError: settings that this base, or no base, can have.
@@ -145,10 +156,22 @@ class RecurrenceConfig:
                 f"window {W} needs {least} positions ({policy}), and {architecture} knows {limit}: take a smaller one"
             )
         reach = least if policy != "sliding" or self.reach is None else self.reach
+        if selected and self.reach is None:
+            reach = max(least, min(natural or limit or 32 * self.remembered, 32 * self.remembered))
         if reach < least or (limit is not None and reach > limit):
             upper = "" if limit is None else f" and at most the {limit} positions that {architecture} knows"
             raise ValueError(f"reach should be at least {least} (sinks + window - 1 + stride){upper}, not {reach}")
-        made = asdict(self) | {"policy": policy, "stride": stride, "sinks": sinks, "reach": reach}
+        distance = self.selected_distance
+        if distance is None:
+            distance = min(32, (W - stride) // 2)
+        elif selected and distance > W - stride:
+            raise ValueError(
+                f"selected_distance {distance} is above window - stride = {W - stride}: keys would have to compete before "
+                "any attention counts"
+            )
+        made = asdict(self) | {
+            "policy": policy, "stride": stride, "sinks": sinks, "reach": reach, "selected_distance": distance,
+        }  # fmt: skip
         if not self.slots:
             return Settings(**made | {"read_layers": None, "write_layers": None, "slot_size": None})
         read = sorted(set(self.read_layers if self.read_layers is not None else [(layers - 1) // 2]))
@@ -178,6 +201,7 @@ class Settings(RecurrenceConfig):
     policy: Policy
     stride: int
     reach: int
+    selected_distance: int
     read_layers: list[int]
     write_layers: list[int]
     slot_size: int

@@ -637,7 +637,8 @@ def add_recurrence(
         raise TypeError(f"the second argument is a RecurrenceConfig, not a {type(config).__name__}")
     anatomy = dissect(model)
     settings = config.resolved(
-        layers=len(anatomy.layers), hidden_size=anatomy.hidden_size, relative=anatomy.relative, limit=anatomy.limit, natural=anatomy.natural,
+        layers=len(anatomy.layers), hidden_size=anatomy.hidden_size, relative=anatomy.relative, limit=anatomy.limit,
+        natural=anatomy.natural,
         architecture=anatomy.architecture,
     )  # fmt: skip
     plain = plain_base(model)

@@ -156,7 +156,10 @@ def number(position: Tensor, begin: Tensor, config: Settings) -> Tensor:
     stride = begin // config.stride
     if config.policy == "sliding":
         shift = (stride * config.stride + config.stride - config.reach).clamp(min=0)[:, :, None]
-        numbers = torch.where(position < config.sinks, position, (position - shift).clamp(min=config.sinks))
+        numbers = (position - shift).clamp(min=config.sinks)
+        # Sinks stand right before the window, as if nothing had been dropped between them.
+        gap = (begin - begin % config.stride - (config.window - 1) - config.sinks)[:, :, None] - shift
+        numbers = torch.where(position < config.sinks, position + gap.clamp(min=0), numbers)
     else:
         first = stride if config.policy == "disjoint" else (stride - 1).clamp(min=0)
         numbers = position - first[:, :, None] * config.stride
