@@ -166,7 +166,7 @@ class RecurrenceConfig:
             distance = min(32, (W - stride) // 2)
         elif selected and distance > W - stride:
             raise ValueError(
-                f"selected_distance {distance} is above window - stride = {W - stride}: keys would have to compete before "
+                f"selected_distance {distance} is above window - stride = {W - stride}: keys would compete before "
                 "any attention counts"
             )
         made = asdict(self) | {
