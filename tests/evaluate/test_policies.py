@@ -424,6 +424,14 @@ def test_everything_stays_within_what_the_model_knows() -> None:
     assert (way.window, way.stride) == (64, 32), "windows that overlap, where positions are absolute"
 
 
+def test_positions_of_all_policies_stand_beside_one_another(store: TokenStore) -> None:
+    """Over N places, whether the window stands still, slides, or is another one altogether."""
+    policies = ["disjoint", "overlap", "sliding", "select", "everything"]
+    for result in compare(llama(), store, policies, remembered=32, controls=False, per_document_tokens=40):
+        assert len(result.evaluation.targets_by_position) == 32
+        assert sum(result.evaluation.targets_by_position) == result.evaluation.targets
+
+
 def test_bad_parts(store: TokenStore) -> None:
     with pytest.raises(ValueError, match="skip_tokens should be 0 or more, not -1"):
         evaluate(llama(), store, skip_tokens=-1)

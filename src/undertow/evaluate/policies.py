@@ -67,6 +67,8 @@ class Way:
     """There is a memory beyond the window, whose worth swapping shows."""
     lead: int = 0
     """In an overlap, tokens of a window that were scored in the one before."""
+    span: int | None = None
+    """N, over which losses by position are laid, so that windows that slide stand beside those that do not."""
 
     @property
     def remembered(self) -> int | None:
@@ -226,7 +228,7 @@ class _Planner:
         parts += [f"{settings.selected} selected keys"] if settings.selected else []
         return Way(
             "carry", f"{' + '.join(parts)}, stride {settings.stride}", settings.window, settings.stride, settings.slots,
-            settings.selected, settings.sinks, carries=settings.carries,
+            settings.selected, settings.sinks, carries=settings.carries, span=self.N,
             lead=settings.stride if settings.policy == "overlap" else 0,
         )  # fmt: skip
 
@@ -302,7 +304,7 @@ class _Planner:
         note = _NOTES[name if name != "everything" else made.policy].format(made.window, made.selected)
         return Way(
             name, note, made.window, made.stride, 0, made.selected, made.sinks, settings=config,
-            carries=made.carries, lead=made.stride if made.policy == "overlap" else 0,
+            carries=made.carries, lead=made.stride if made.policy == "overlap" else 0, span=self.N,
         )  # fmt: skip
 
 
@@ -410,13 +412,12 @@ def compare(
 
 
 def _period(way: Way, window: int) -> tuple[int, int]:
-    """What ``loss_by_position`` counts: places in the window where there is one, else in so many strides of it."""
+    """What ``loss_by_position`` counts: places in a window that stands still, else in as many strides as fit N."""
     if way.stride is None:
         return 0, window
     if way.lead:
         return way.lead, way.stride
-    length = way.remembered if way.policy != "everything" else REMEMBERED
-    return 0, max(1, (length or way.stride) // way.stride) * way.stride
+    return 0, max(1, (way.span or way.stride) // way.stride) * way.stride
 
 
 def _costs(way: Way, reader: nn.Module, store: Any, window: int, precision: str) -> ReadingCosts:
