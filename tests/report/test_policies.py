@@ -92,6 +92,9 @@ def test_what_the_reader_is_told() -> None:
     assert "1.00% lower: memory of the text itself helped nothing" in "\n".join(explanations([own, better]))
     select = record("select"), record("select", control="by chance", perplexity=40.0)
     assert "keys kept at random; perplexity is 20.79% higher: so much is the choice" in "\n".join(explanations(select))
+    memory = record()["memory"] | {"slots": 8}
+    alone = "\n".join(explanations([record("carry", documents=1, memory=memory)]))
+    assert "no states were swapped" in alone
     bare = "\n".join(explanations([record(bos_token_id=None)]))
     assert "its first token is not scored" in bare
 
@@ -107,6 +110,7 @@ def test_models_with_tokens_of_their_own() -> None:
 def test_unknown_figures_are_dashes() -> None:
     text = printed([record(perplexity_per_word=None, bits_per_byte=None, state_bytes=None, peak_memory_bytes=None)])
     assert text.count("–") == 4
+    assert "1.1e+08" in printed([record(perplexity_per_word=113289251.9)]).split()
 
 
 def test_documents_side_by_side() -> None:

@@ -74,8 +74,8 @@ def _cells(record: Record) -> list[object]:
     flops, peak, state = (record[key] for key in ("flops_per_token", "peak_memory_bytes", "state_bytes"))
     return [
         record["memory"]["remembered"],
-        record["perplexity"],
-        record["perplexity_per_word"],
+        _large(record["perplexity"]),
+        _large(record["perplexity_per_word"]),
         record["bits_per_byte"],
         _short(flops / 1e6),
         f"{record['tokens_per_second']:,.0f}",
@@ -88,6 +88,11 @@ def _shortened(model: str) -> str:
     """A name that does not widen the column of policies: the end of a long path."""
     parts = Path(model).parts
     return model if len(model) <= 24 or len(parts) < 3 else str(Path("…", *parts[-2:]))
+
+
+def _large(value: float | None) -> float | str | None:
+    """A perplexity that no person would read digit by digit."""
+    return f"{value:.1e}" if value is not None and value >= 1e6 else value
 
 
 def _short(value: float) -> str:
@@ -119,6 +124,11 @@ def explanations(records: Sequence[Record]) -> list[str]:
                 f"{name(record)}: {what}; perplexity is {abs(lost):.2%} "
                 + (f"higher: so much is {worth}." if lost > 0 else f"lower: {nothing}.")
             )
+    if any(
+        r["policy"] == "carry" and r["documents"] == 1 and r["memory"]["slots"] + r["memory"]["selected"]
+        for r in records
+    ):  # fmt: skip
+        lines.append("One document alone has no other whose memory it could be read with: no states were swapped.")
     separators = list(dict.fromkeys(record["bos_token_id"] for record in records))
     start = (
         "Nothing stands before a document, so its first token is not scored"
