@@ -131,7 +131,7 @@ def table(folder: Path) -> None:
     for path in [folder / "untrained.json", *(folder / f"{name}.json" for name in RUNS)]:
         if path.exists():
             facts = json.loads(path.read_text())
-            rows += [(path.stem, row) for row in facts.get("results", [facts])]
+            rows += [(path.stem, row) for row in facts["policies"]]
     for group in ("untrained", "trained"):
         mine = [(name, row) for name, row in rows if (name == "untrained") == (group == "untrained")]
         if not mine:

