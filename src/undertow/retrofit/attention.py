@@ -253,12 +253,12 @@ def keys_and_values(reading: Reading, layer: Layer, hidden_states: Tensor) -> tu
     """
     capture = Capture()
     args, kwargs = reading.calls[layer.index]
-    kwargs = {**kwargs, "attention_mask": capture} if "attention_mask" in kwargs else dict(kwargs)
-    args = tuple(capture if isinstance(x, View) else x for x in args)
-    if "hidden_states" in kwargs:
-        kwargs["hidden_states"] = hidden_states
-    else:
-        args = (hidden_states, *args[1:])
+    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+    def instead(x: Any) -> Any:
+        return capture if isinstance(x, View) else hidden_states if x is hidden else x
+
+    args, kwargs = tuple(map(instead, args)), {name: instead(x) for name, x in kwargs.items()}
     if layer.index in reading.tables:
         kwargs["position_embeddings"] = Unrotated.like(reading.tables[layer.index])
     layer.module(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -89,7 +90,7 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         self._numbers = settings.reach
         self.post_init()
         if getattr(plain_base(base), "generation_config", None) is not None:
-            self.generation_config = plain_base(base).generation_config
+            self.generation_config = copy.deepcopy(plain_base(base).generation_config)
         self.register_load_state_dict_pre_hook(_name_as_here)
         self.register_load_state_dict_post_hook(_miss_nothing_frozen)
 
