@@ -18,11 +18,13 @@ SMALL = (
 SMOKE = [
     (r"^make (test|lint)$", r"make --dry-run \1"),  # would run this test again
     (r"^make demo$", "undertow demo"),
+    (r"^make demo-retrofit$", "make --dry-run demo-retrofit"),  # downloads a model; its script has a test of its own
     (r"^(\.venv/bin/)?undertow ", "undertow "),
     (r"^(undertow demo.*)$", r"\1 --minutes 0.01 --eval_tokens 2000 --sample_tokens 20"),
     (r"^(undertow train .*)$", rf"\1 {SMALL}"),
     (r"--minutes \d+(?= .*--eval_tokens 500)", "--steps 4"),
     (r"--steps \d+", "--steps 4"),
+    (r"^(undertow retrofit .*)$", r"\1 --window 128 --eval_tokens 200 --precision float32"),
     (r"--vocab_size \d+", "--vocab_size 270"),
     (r"--max_new_tokens \d+", "--max_new_tokens 10"),
     (r"^(undertow eval .*)$", r"\1 --max_tokens 500"),
@@ -45,9 +47,23 @@ def smoke(line: str) -> list[str]:
     return ["make", "--directory", str(ROOT), *words[1:]]
 
 
+def pretrained(folder: Path) -> None:
+    """A base to retrofit, small and untrained."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from undertow.data import load_tokenizer
+
+    tokenizer = load_tokenizer("bytes")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "bash")], ids=lambda p: p.name)
 def test_commands(page, tmp_path):
     (tmp_path / "my.txt").write_text("Once upon a time there was a current under the surface.\n" * 400)
+    if "my-base" in page.read_text():
+        pretrained(tmp_path / "my-base")
     for line in "\n".join(blocks(page, "bash")).splitlines():
         if not line.strip() or line.startswith("#"):
             continue
