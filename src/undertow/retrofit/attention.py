@@ -94,7 +94,7 @@ class Reading:
     left: dict[str, Tensor] = field(default_factory=dict)
     """The layers' part of the next state."""
     calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    """Arguments that each layer was called with."""
+    """Arguments that the layer now running was called with."""
     tables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """cos and sin (1, reach, r) of each layer that is given any."""
     layers: dict[nn.Module, Layer] = field(default_factory=dict)
@@ -225,6 +225,7 @@ def reading_with(reading: Reading, configs: list[Any], layers: list[Layer]) -> I
             config._attn_implementation = NAME
         yield reading
     finally:
+        reading.calls.clear()  # they hold masks, which hold the reading: a circle that would keep all of it for a while
         _reading.reset(token)
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation = name
@@ -238,6 +239,7 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     layer = reading.layers[module]
     if any(isinstance(x, Capture) for x in (*args, *kwargs.values())):
         return args, kwargs
+    reading.calls.clear()
     reading.calls[layer.index] = (args, kwargs)
     table = kwargs.get("position_embeddings")
     if layer.rotates and table is not None:
