@@ -73,7 +73,7 @@ SETTINGS = {
 @pytest.mark.parametrize("layers", [LAYERS[1], LAYERS[2]], ids=["read below", "read above"])
 @pytest.mark.parametrize("policy", SETTINGS)
 def test_gradients_reach_back_over_windows_and_no_further_than_asked(policy, layers, recompute):
-    n, C = 6, 4  # strides of 4 tokens
+    n, C = 5, 4  # strides of 4 tokens
     far = make(**SETTINGS[policy], **layers, recompute=recompute)
     assert torch.equal(reached(far, C, n), torch.ones(n, n).tril().bool())
     s, r = torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij")
@@ -132,9 +132,9 @@ def test_both_orders_of_work_give_the_same_loss_and_gradients(policy, name, upda
     mask = torch.ones_like(x)
     mask[1, :5] = 0
     labels = x.masked_fill(mask == 0, -100)
-    for bptt in (1, 2, 99):
+    for bptt in (1, 99):
         results = []
-        for recompute, parallel in itertools.product((False, True), (True, False)):
+        for recompute, parallel in ((False, True), (True, True), (False, False)):
             wrapper = make(name, **options, **LAYERS[1], update=update, bptt=bptt, recompute=recompute)
             assert wrapper.parallel
             with nullcontext() if parallel else mock.patch.object(type(wrapper), "parallel", False):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from . import zoo
 from .zoo import close, read, tokens
 
-few = hypothesis.settings(max_examples=12)
+few = hypothesis.settings(max_examples=8)
 
 
 @functools.cache
@@ -115,10 +115,9 @@ def test_rows_of_different_lengths_padded_left_or_right(name, side):
     real = torch.stack([torch.arange(T) < n for n in lengths])
     if side == "left":
         real = real.flip(1)
-    for mask in (real.long(), real, real.double()):
-        logits = wrapper(x, attention_mask=mask).logits
-        for b in range(4):
-            close(logits[b, real[b]], wrapper(x[b : b + 1, real[b]]).logits[0])
+    logits = wrapper(x, attention_mask=real.long()).logits
+    for b in range(4):
+        close(logits[b, real[b]], wrapper(x[b : b + 1, real[b]]).logits[0])
 
 
 @torch.no_grad()
@@ -128,7 +127,8 @@ def test_padding_of_a_single_row_counts_too():
     x = tokens(1, 20)
     mask = torch.ones_like(x)
     mask[:, :7] = 0
-    close(wrapper(x, attention_mask=mask).logits[:, 7:], wrapper(x[:, 7:]).logits)
+    for kind in (torch.long, torch.bool, torch.float32):
+        close(wrapper(x, attention_mask=mask.to(kind)).logits[:, 7:], wrapper(x[:, 7:]).logits)
 
 
 @given(data=st.data())
@@ -210,18 +210,17 @@ def test_logits_do_not_see_the_future():
 @torch.no_grad()
 def test_what_left_the_window_counts_by_the_slots_alone():
     """The first stride reaches the last one by slots, and not at all where they are held."""
-    for name in zoo.FEW:
+    for name, layers in zip(zoo.FEW, LAYERS + LAYERS[:1], strict=True):
         for update in ("feedforward", "tanh", "gru", "sru", "held"):
-            for layers in LAYERS:
-                wrapper = zoo.wrap(shared(name), policy="disjoint", window=6, slots=2, update=update, **layers)
-                x = tokens(1, 24)
-                y = x.clone()
-                y[:, :6] = tokens(1, 6, 9)
-                moved = (wrapper(x).logits - wrapper(y).logits)[:, 6:].abs().amax((0, 2))
-                if update == "held":
-                    assert moved.max() == 0
-                else:
-                    assert moved.min() > 1e-9, (name, update, layers)
+            wrapper = zoo.wrap(shared(name), policy="disjoint", window=6, slots=2, update=update, **layers)
+            x = tokens(1, 24)
+            y = x.clone()
+            y[:, :6] = tokens(1, 6, 9)
+            moved = (wrapper(x).logits - wrapper(y).logits)[:, 6:].abs().amax((0, 2))
+            if update == "held":
+                assert moved.max() == 0
+            else:
+                assert moved.min() > 1e-9, (name, update, layers)
 
 
 @pytest.mark.parametrize("settings", [{"policy": "disjoint", "window": 40}, {"policy": "sliding", "window": 28}])

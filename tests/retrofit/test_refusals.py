@@ -127,7 +127,8 @@ OTHERS = {
     "mixtral": {"num_local_experts": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "vaultgemma": {"sliding_window": 5},
-    "gemma4_text": {"sliding_window": 5, "layer_types": MIXED},
+    "gemma4_text": {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "sliding_window": 5,
+                    "layer_types": MIXED},
 }  # fmt: skip
 
 
