@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from undertow.data import Document
+
 POSITIONAL = ("book",)
 
 PIECE = 512
@@ -80,11 +82,18 @@ class Bookmark:
     last: int
     """The last token, which the state has not seen."""
 
+    def __post_init__(self) -> None:
+        for name, kind in (("model", str), ("tokenizer", str), ("tokens", int), ("last", int)):
+            value = getattr(self, name)
+            if type(value) is not kind or (kind is int and value < 0):
+                raise ValueError(f"{name} cannot be {value!r:.40}")
+
 
 def run(config: Config) -> int:
     """Read, save, and print what it came to; 0, or 130 after Ctrl-C."""
+    from undertow.cli.checks import check_json, check_not_text, matching_tokenizer
     from undertow.cli.train import choose_device, load_model, saved_model
-    from undertow.data import load_tokenizer, separator_id
+    from undertow.data import cache_folder, read_documents, separator_id
 
     if config.book is None:
         raise ValueError("which text? undertow read BOOK --model MODEL_FOLDER --save FILE")
@@ -93,19 +102,24 @@ def run(config: Config) -> int:
     save = None if config.save is None else Path(config.save).expanduser()
     if save is not None:
         check_save(save, config.overwrite)
+    check_json(config.json, {"the state --save": config.save, "the state --state": config.state})
     mark = None if config.state is None else open_bookmark(config.state)
     place = saved_model(config.model)
     device = choose_device(config.device)
-    text = _Text(config.book, load_tokenizer(config.tokenizer or place))
+    _return_large_blocks()
+    documents = read_documents([config.book], spool=cache_folder(None) / "spool")
+    for option, path in (("--save", config.save), ("--json", config.json)):
+        check_not_text(path, option, documents)
+    text = _Text(config.book, documents, matching_tokenizer(config.tokenizer, place))
     model: Any = load_model(place, device, base=config.base).eval()
     check_carries_state(model, place)
-    check_vocabulary(text.highest, model, place)
     if mark is None:
         state, first, seen = None, separator_id(text.tokenizer), 0
     else:
         assert config.state is not None
         check_bookmark(mark, config.state, model, place, text.fingerprint)
         state, first, seen = load(model, config.state), mark.last, mark.tokens
+    check_vocabulary(text.highest, model, place)
     with _progress(text.count) as show:
         result = read_text(
             model, text.ids(), state=state, first=first, window=config.window, score=config.score,
@@ -130,12 +144,12 @@ def run(config: Config) -> int:
 class _Text:
     """The ids of some documents, read as one text, in constant memory; looked through once beforehand."""
 
-    def __init__(self, book: str, tokenizer: Any) -> None:
-        from undertow.data import cache_folder, read_documents, tokenizer_fingerprint
+    def __init__(self, book: str, documents: list[Document], tokenizer: Any) -> None:
+        from undertow.data import tokenizer_fingerprint
 
         self.tokenizer = tokenizer
         self.fingerprint = tokenizer_fingerprint(tokenizer)
-        self.documents = read_documents([book], spool=cache_folder(None) / "spool")
+        self.documents = documents
         self.count, self.bytes, self.words, self.highest = 0, 0, 0, -1
         for ids, _, counts in self._encoded():
             self.count += len(ids)
@@ -253,16 +267,29 @@ def read_text(
 def _give_back() -> Callable[[], object]:
     """A function that returns freed memory to the system.
 
-    glibc keeps it, in holes of the sizes that last piece's tensors had; those of the next piece fit badly, and what a
-    process holds grows for hours although nothing is leaked.
+    glibc keeps it, in holes of the sizes that last piece's tensors had, and those of the next piece fit badly.
     """
+    trim = _from_libc("malloc_trim")
+    return (lambda: None) if trim is None else (lambda: trim(0))
+
+
+def _return_large_blocks() -> None:
+    """Let this process return tensors of a MiB and more as soon as they are freed.
+
+    glibc raises that limit by itself, up to 32 MiB; what a piece takes at most then differs from piece to piece.
+    """
+    if (mallopt := _from_libc("mallopt")) is not None:
+        mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+
+
+def _from_libc(name: str) -> Any:
+    """A function of glibc, None where that is not what runs here."""
     import ctypes
 
     try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError, TypeError):  # no glibc
-        return lambda: None
-    return lambda: trim(0)
+        return getattr(ctypes.CDLL(None), name)
+    except (OSError, AttributeError, TypeError):
+        return None
 
 
 def _pieces(ids: Iterable[NDArray[Any]], first: int | None, window: int) -> Iterator[NDArray[Any]]:
@@ -309,17 +336,11 @@ def check_save(path: Path, overwrite: bool) -> None:
     Raises:
         IsADirectoryError, NotADirectoryError, FileExistsError, PermissionError: why not.
     """
-    import os
+    from undertow.cli.checks import check_file
 
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder, and a state is a file")
+    check_file(path, "a state")
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} is there already: --overwrite replaces it, another --save leaves it alone")
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
-    if not parent.is_dir():
-        raise NotADirectoryError(f"{path} cannot be written: {parent} is a file")
-    if not os.access(parent, os.W_OK):
-        raise PermissionError(f"{path} cannot be written: the folder {parent} may not be written to")
 
 
 def save_state(path: Path, state: Any, mark: Bookmark) -> None:
@@ -367,7 +388,7 @@ def open_bookmark(path: str) -> Bookmark:
         raise ValueError(f"{path} holds no state that undertow read has saved")
     try:
         return Bookmark(**json.loads(meta))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: what it says about its state is damaged ({error})") from error
 
 
@@ -381,23 +402,34 @@ def check_bookmark(mark: Bookmark, path: str, model: Any, place: str, tokenizer:
         raise ValueError(f"{path} is the state of another model: the weights of {place} are not those it was read with")
     if mark.tokenizer != tokenizer:
         raise ValueError(f"{path} is the state of a text that was read with another tokenizer than that of {place}")
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if size is not None and mark.last >= size:
+        raise ValueError(
+            f"{path}: what it says about its state is damaged (there is no token {mark.last} among the {size} of {place})"
+        )
 
 
 def load(model: Any, path: str) -> Any:
     """The state in a file; None where only a text's first token had been read.
 
     Raises:
-        ValueError: see :func:`undertow.evaluate.protocol.load_state`.
+        ValueError: see :func:`undertow.evaluate.protocol.load_state`; the message names the file.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     from undertow.evaluate.protocol import load_state
 
     where = Path(path).expanduser()
-    with safe_open(where, "pt") as file:
-        if not file.keys():
-            return None
-    return load_state(model, where)
+    try:
+        with safe_open(where, "pt") as file:
+            if not file.keys():
+                return None
+        return load_state(model, where)
+    except (SafetensorError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{path}: the state in it is damaged, or none of this model ({said})") from error
+    except ValueError as error:
+        raise error if path in str(error) else ValueError(f"{path}: {error}") from error
 
 
 # -- what it tells ---------------------------------------------------------------------------------------------------
