@@ -30,6 +30,9 @@ class StatefulGeneration(GenerationMixin):
         (transformers wants the whole text, or an attention mask as long as it, and else drops as many tokens as were
         read.) Document starts belong to the prompt.
         """
+        mask = kwargs.get("attention_mask")
+        if is_first_iteration and mask is not None and mask.dim() == 2 and not bool(mask[:, -1].all()):
+            raise ValueError("a prompt is padded on its right, where the new tokens are to follow: pad on the left")
         if is_first_iteration and cache is not None and cache.seen_tokens and not cache.starts(input_ids):
             next_sequence_length = None
         inputs = super().prepare_inputs_for_generation(
@@ -55,5 +58,8 @@ class StatefulGeneration(GenerationMixin):
             return
         if model_kwargs.get("cache") is None:
             model_kwargs["cache"] = self.new_cache()
+        elif not isinstance(model_kwargs["cache"], type(self.new_cache())):
+            wanted, got = type(self.new_cache()).__name__, type(model_kwargs["cache"]).__name__
+            raise TypeError(f"cache must be a {wanted} (or None to start a text), got {got}")
         else:
             model_kwargs["cache"]._is_user_defined = True

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from .attention import Layer, Unrotated
+from .attention import Layer, unrotated
 
 _PROBE = "undertow_probe"
 _TOKENS = 3
@@ -76,6 +76,12 @@ def plain_base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def embedding_weight(model: Any) -> Tensor:
+    """(vocabulary, width), the base's embeddings of tokens."""
+    weight: Tensor = plain_base(model).get_input_embeddings().weight
+    return weight
+
+
 @torch.no_grad()
 def dissect(model: Any) -> Anatomy:
     """Run the base on a few tokens and note which layers attend, how, and where.
@@ -94,7 +100,7 @@ def dissect(model: Any) -> Anatomy:
         if not any(candidate is known for known in configs):
             configs.append(candidate)
     seen: list[dict[str, Any]] = []
-    given: dict[nn.Module, Any] = {}
+    queries: list[Tensor] = []
     rules: dict[int, tuple[Any, Any]] = {}  # of a mask, by its identity; the mask beside it keeps that its own
 
     def mask(mask_function: Any, **kwargs: Any) -> Any:
@@ -109,44 +115,51 @@ def dissect(model: Any) -> Anatomy:
             raise UnsuitableBase(f"{kind}: queries and keys differ in length, as in cross-attention")
         if kwargs.get("s_aux") is not None:
             raise UnsuitableBase(f"{kind} has learned sinks inside its softmax, which are not supported")
-        pair, (rule, _) = given.get(module), rules.get(id(given_mask), (None, None))
+        rule, _ = rules.get(id(given_mask), (None, None))
+        queries.append(query)
         seen.append({
-            "module": module, "rotates": isinstance(pair, Unrotated) and pair.used, "heads": query.shape[1],
-            "key_heads": key.shape[1], "head_dim": query.shape[3], "local": rule is not None and _is_local(rule),
-            "values": value.shape[3],
+            "module": module, "heads": query.shape[1], "key_heads": key.shape[1], "head_dim": query.shape[3],
+            "local": rule is not None and _is_local(rule), "values": value.shape[3],
         })  # fmt: skip
-        return query.transpose(1, 2).contiguous()[..., : value.shape[3]], None
+        # Nothing is added, so that what a layer is given does not depend on the layers below having rotated or not.
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         pair = kwargs.get("position_embeddings")
         if isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(t, Tensor) and t.dim() == 3 for t in pair):
-            given[module] = Unrotated.like(pair)
-            return args, kwargs | {"position_embeddings": given[module]}
+            return args, kwargs | {"position_embeddings": unrotated(pair)}
         return None
 
     AttentionInterface.register(_PROBE, look)
     AttentionMaskInterface.register(_PROBE, mask)
-    hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in plain.modules() if hasattr(m, "layer_idx")]
-    training, names = plain.training, [c._attn_implementation for c in configs]
-    plain.eval()
-    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=plain.device)
-    order: list[nn.Module] = []
-    ordered = [m.register_forward_pre_hook(lambda m, a: order.append(m)) for m in plain.modules()]
+    hooks: list[Any] = []
+    names = [c._attn_implementation for c in configs]
+    numbers = torch.arange(_TOKENS, device=plain.device)[None]
+    ids = 1 + numbers  # not all of them padding, whose embedding may be zero
+    given = {"attention_mask": torch.ones_like(ids)}
+    numbered = "position_ids" in inspect.signature(plain.forward).parameters
+    if numbered:
+        given["position_ids"] = numbers
     try:
         for c in configs:
             c._attn_implementation = _PROBE
-        numbers = torch.arange(_TOKENS, device=plain.device)[None]
-        plain(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=numbers, use_cache=False)
+        with eval_mode(plain):
+            plain(input_ids=ids, use_cache=False, **given)
+            turned = queries.copy()
+            seen.clear()
+            queries.clear()
+            hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in plain.modules()
+                     if hasattr(m, "layer_idx")]  # fmt: skip
+            plain(input_ids=ids, use_cache=False, **given)
     except UnsuitableBase:
         raise
     except Exception as error:
-        raise UnsuitableBase(f"{kind} cannot be read with another attention function: {error}") from error
+        raise UnsuitableBase(f"{kind} cannot be read with another attention function ({error})") from error
     finally:
-        for hook in (*hooks, *ordered):
+        for hook in hooks:
             hook.remove()
         for c, name in zip(configs, names, strict=True):
             c._attn_implementation = name
-        plain.train(training)
         for registry in (AttentionInterface, AttentionMaskInterface):
             registry._global_mapping.pop(_PROBE, None)
     if not seen:
@@ -160,11 +173,13 @@ def dissect(model: Any) -> Anatomy:
         )
     if any(s["values"] != s["head_dim"] for s in seen):
         raise UnsuitableBase(f"{kind}: values of another width than keys are not supported")
-    parts = ("module", "rotates", "heads", "key_heads", "head_dim", "local")
-    rotates = any(layer["rotates"] for layer in seen)
-    if not rotates and "position_ids" not in inspect.signature(plain.forward).parameters:
+    if not numbered:
         raise UnsuitableBase(f"{kind} takes no position_ids, so that its positions cannot start anew in every window")
-    found = [Layer(index, *(layer[part] for part in parts)) for index, layer in enumerate(seen)]
+    parts = ("heads", "key_heads", "head_dim", "local")
+    found = [
+        Layer(index, layer["module"], not torch.equal(was, query), *(layer[part] for part in parts))
+        for index, (layer, was, query) in enumerate(zip(seen, turned, queries, strict=True))
+    ]
     rotary = [layer for layer in found if layer.rotates]
     for layer in rotary:
         if not hasattr(sys.modules[type(layer.module).__module__], "apply_rotary_pos_emb"):
@@ -179,7 +194,7 @@ def dissect(model: Any) -> Anatomy:
         limit=limit,
         natural=_natural(config, limit),
         hidden_size=config.hidden_size,
-        vocab_size=plain.get_input_embeddings().weight.shape[0],
+        vocab_size=len(embedding_weight(plain)),
         keeps_logits="logits_to_keep" in inspect.signature(plain.forward).parameters,
     )
 

@@ -12,6 +12,8 @@ import contextlib
 import contextvars
 import math
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,22 +30,10 @@ from .windows import Grid, in_window, number
 NAME = "undertow"
 
 
-class Unrotated(tuple[Tensor, Tensor]):
-    """Cosines of 1 and sines of 0 for a layer that rotates its queries and keys; remembers whether it did."""
-
-    used: bool
-
-    @classmethod
-    def like(cls, table: tuple[Tensor, Tensor]) -> Unrotated:
-        """For a layer that was to be given `table`, cos and sin of (1, R, r)."""
-        cos, sin = (t[:, :1] for t in table)
-        made = cls((torch.ones_like(cos), torch.zeros_like(sin)))
-        made.used = False
-        return made
-
-    def __iter__(self) -> Iterator[Any]:
-        self.used = True
-        return super().__iter__()
+def unrotated(table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Cosines of 1 and sines of 0, for a layer that was to be given `table`, cos and sin of (1, R, r)."""
+    cos, sin = (t[:, :1] for t in table)
+    return torch.ones_like(cos), torch.zeros_like(sin)
 
 
 @dataclass
@@ -136,9 +126,16 @@ class Capture:
 _reading: contextvars.ContextVar[Reading] = contextvars.ContextVar("reading")
 
 
+# A base is read by one thread at a time: what is put around it is put around it for all.
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+
+
 def mask(*, mask_function: Callable[..., Any], **kwargs: Any) -> Any:
     """Registered as the mask function of ``undertow``."""
-    return _reading.get().view(mask_function)
+    reading = _reading.get(None)
+    if reading is None:
+        raise RuntimeError("this base is being read by a recurrent model in another thread: let it finish first")
+    return reading.view(mask_function)
 
 
 def attention(
@@ -217,6 +214,11 @@ def _windows(whole: Tensor, past: Tensor, own: Tensor, n: int) -> Tensor:
 def reading_with(reading: Reading, configs: list[Any], layers: list[Layer]) -> Iterator[Reading]:
     """Inside, the base's attention is ours, and belongs to `reading`; after, the base is as it was."""
     reading.layers = {layer.module: layer for layer in layers}
+    with _locks.setdefault(layers[0].module, threading.RLock()):
+        yield from _around(reading, configs, layers)
+
+
+def _around(reading: Reading, configs: list[Any], layers: list[Layer]) -> Iterator[Reading]:
     before = [config._attn_implementation for config in configs]
     hooks = [layer.module.register_forward_pre_hook(_before, with_kwargs=True) for layer in layers]
     token = _reading.set(reading)
@@ -235,7 +237,9 @@ def reading_with(reading: Reading, configs: list[Any], layers: list[Layer]) -> I
 
 def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Give a layer no rotation, and note what it would have been given."""
-    reading = _reading.get()
+    reading = _reading.get(None)
+    if reading is None or module not in reading.layers:  # another thread's business
+        return args, kwargs
     layer = reading.layers[module]
     if any(isinstance(x, Capture) for x in (*args, *kwargs.values())):
         return args, kwargs
@@ -244,7 +248,7 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     table = kwargs.get("position_embeddings")
     if layer.rotates and table is not None:
         reading.tables[layer.index] = table
-        kwargs = kwargs | {"position_embeddings": Unrotated.like(table)}
+        kwargs = kwargs | {"position_embeddings": unrotated(table)}
     return args, kwargs
 
 
@@ -262,7 +266,7 @@ def keys_and_values(reading: Reading, layer: Layer, hidden_states: Tensor) -> tu
 
     args, kwargs = tuple(map(instead, args)), {name: instead(x) for name, x in kwargs.items()}
     if layer.index in reading.tables:
-        kwargs["position_embeddings"] = Unrotated.like(reading.tables[layer.index])
+        kwargs["position_embeddings"] = unrotated(reading.tables[layer.index])
     layer.module(*args, **kwargs)
     assert capture.keys is not None
     assert capture.values is not None

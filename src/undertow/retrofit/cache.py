@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,10 @@ class RecurrentCache(Cache):
         self.tensors: dict[str, Tensor] = {}
         self.seen_tokens = 0
         self.fits = fits
+
+    def __repr__(self) -> str:
+        rows = max(0, self.batch_size)
+        return f"RecurrentCache({self.seen_tokens:,} tokens read in {rows} rows, {self.nbytes():,} bytes)"
 
     def starts(self, input_ids: Tensor) -> bool:
         """Whether `input_ids` (B, T) is a whole text, of which this state has read the beginning, but not all."""
@@ -133,30 +138,45 @@ class RecurrentCache(Cache):
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     def save(self, path: str | Path) -> None:
-        """Write the state to a safetensors file."""
-        meta = {"fits": self.fits, "seen_tokens": self.seen_tokens}
-        tensors = {name: t.detach().contiguous() for name, t in self.tensors.items()}
-        save_file(tensors, path, {_META: json.dumps(meta)})
+        """Write the state to a safetensors file.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        tensors = {name: t.detach().cpu().contiguous() for name, t in self.tensors.items()}
+        meta = {"fits": self.fits, "seen_tokens": self.seen_tokens, "digest": _digest(tensors)}
+        try:
+            save_file(tensors, path, {_META: json.dumps(meta)})
+        except SafetensorError as error:
+            raise OSError(f"could not write {path}: {error}") from error
 
     @classmethod
     def load(cls, path: str | Path, model: Any, device: torch.device | str | None = None) -> RecurrentCache:
         """Read a state that `save` wrote, for a model (or the `fits` of one).
 
         Raises:
-            ValueError: the file is damaged, no state, or the state of another model.
+            ValueError: the file is damaged, no state, or the state of another model. (Of a model with the same base and
+                settings but other trained weights it is taken: training goes on with its states.)
         """
         fits = model if isinstance(model, dict) else model.state_fits()
         place = device if device is not None else "cpu" if isinstance(model, dict) else model.device
         state = cls(fits)
         try:
-            with safe_open(path, "pt", device=str(place)) as file:
+            with safe_open(path, "pt") as file:
                 meta = json.loads((file.metadata() or {}).get(_META, "null"))
-                if meta is None:
-                    raise ValueError(f"{path} holds no state of a recurrent model")
-                _check_fits(str(path), meta["fits"], fits)
-                state.tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        except SafetensorError as error:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        except (SafetensorError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+        if meta is None:
+            raise ValueError(f"{path} holds no state of a recurrent model")
+        if not (
+            isinstance(meta, dict) and isinstance(meta.get("fits"), dict) and isinstance(meta.get("seen_tokens"), int)
+        ):
+            raise ValueError(f"{path} is damaged: what it says of itself is not of a state")
+        _check_fits(str(path), meta["fits"], fits)
+        if meta.get("digest") != _digest(tensors):
+            raise ValueError(f"{path} is damaged: its content is not what was saved")
+        state.tensors = {name: tensor.to(place) for name, tensor in tensors.items()}
         state.seen_tokens = meta["seen_tokens"]
         return state
 
@@ -167,6 +187,15 @@ class RecurrentCache(Cache):
             ValueError: what differs.
         """
         _check_fits("cache", self.fits, fits)
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    """Of names, dtypes, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _check_fits(what: str, its: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -79,12 +79,21 @@ class RecurrenceConfig:
         least = {"sinks": 0, "slots": 0, "selected": 0, "selected_distance": 0}
         for name in ("window", "stride", "reach", "slot_size", "bptt", *least):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < least.get(name, 1)):
+            optional = name in ("stride", "reach", "slot_size", "selected_distance")
+            if value is None and optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least.get(name, 1):
                 raise ValueError(f"{name} should be a whole number, at least {least.get(name, 1)}, not {value!r}")
-        if not 0 <= self.selected_decay <= 1:
+        if not isinstance(self.recompute, bool):
+            raise ValueError(f"recompute should be true or false, not {self.recompute!r}")
+        if not isinstance(self.selected_decay, int | float) or not 0 <= self.selected_decay <= 1:
             raise ValueError(f"selected_decay should be between 0 and 1, not {self.selected_decay}")
         for name in ("read_layers", "write_layers"):
             value = getattr(self, name)
+            if value is not None and (
+                not isinstance(value, list | tuple) or any(not isinstance(i, int) or isinstance(i, bool) for i in value)
+            ):
+                raise ValueError(f"{name} should be a list of whole numbers, not {value!r}")
             if value is not None and not value:
                 raise ValueError(f"{name} is empty: name a layer, or leave it out")
 

@@ -18,7 +18,7 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..models.generation import StatefulGeneration
-from .anatomy import Anatomy, UnsuitableBase, dissect, eval_mode, plain_base, text_config
+from .anatomy import Anatomy, UnsuitableBase, dissect, embedding_weight, eval_mode, plain_base, text_config
 from .attention import Reading, reading_with
 from .cache import RecurrentCache
 from .config import RecurrenceConfig, Settings
@@ -74,6 +74,8 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
     config_class = RecurrentConfig
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
+    # Drafts of assisted generation that are rejected cannot be taken out of a state again: transformers then refuses.
+    _is_stateful = True
     _supports_sdpa = True
     _supports_attention_backend = True
 
@@ -85,7 +87,7 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         self.base = base
         self.recurrence = Recurrence(settings, anatomy) if settings.trains else None
         if self.recurrence is not None:
-            weight = plain_base(base).get_input_embeddings().weight
+            weight = embedding_weight(base)
             self.recurrence.to(weight.device, weight.dtype)
         self._numbers = settings.reach
         self.post_init()
@@ -113,19 +115,8 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
 
     def state_fits(self) -> dict[str, Any]:
         """What a saved state has to agree with."""
-        wanted = (
-            "window",
-            "policy",
-            "stride",
-            "sinks",
-            "reach",
-            "slots",
-            "selected",
-            "read_layers",
-            "slot_size",
-            "update",
-        )
-        return {"base": self.config.base.get("fingerprint")} | {name: getattr(self.settings, name) for name in wanted}
+        settings = {name: value for name, value in asdict(self.settings).items() if name not in ("bptt", "recompute")}
+        return {"base": self.config.base.get("fingerprint"), **settings}
 
     # -- the order of work -------------------------------------------------------------------------------------------
 
@@ -158,9 +149,6 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
     def explain(self) -> str:
         """The order of work and why, what is trained, and how much is remembered."""
         settings, (parallel, why) = self.settings, self._order()
-        count = sum(p.numel() for p in self.parameters() if p.requires_grad)
-        total = sum(p.numel() for p in plain_base(self.base).parameters())
-        module = 0 if self.recurrence is None else sum(p.numel() for p in self.recurrence.parameters())
         order = "one stride after the other"
         if parallel:
             order = f"strides side by side, {self.side_by_side} at most"
@@ -176,17 +164,32 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
                 f"{settings.update}, written to layers {_list(settings.write_layers)} through projections of "
                 f"{'the base' if settings.projection == 'base' else 'their own'}"
             )
-        lines.append(f"trained    {count:,} parameters beside {total:,} of the base; the module has {module:,}")
+        lines.append(f"trained    {', '.join(self._trained())}")
         return "\n".join(lines)
+
+    def _trained(self) -> list[str]:
+        """What is trained and what is not, with its number of parameters."""
+        kinds = {"recurrence": [0, 0], "LoRA": [0, 0], "base": [0, 0]}
+        for name, p in self.named_parameters():
+            kind = "recurrence" if name.startswith("recurrence.") else "LoRA" if ".lora_" in name else "base"
+            kinds[kind][not p.requires_grad] += p.numel()
+        return [
+            f"{kind} {number:,}{' (frozen)' if frozen else ''}"
+            for kind, both in kinds.items()
+            for frozen, number in enumerate(both)
+            if number
+        ]
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """Recompute windows rather than layers: then nothing of a window but its state is held."""
         self.settings.recompute = enable
 
     @property
-    def is_gradient_checkpointing(self) -> bool:
+    def is_activation_checkpointing(self) -> bool:
         """Whether windows are recomputed in backward."""
         return self.settings.recompute
+
+    is_gradient_checkpointing = is_activation_checkpointing  # its name in older transformers
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -230,6 +233,17 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         cache = kwargs.pop("past_key_values", None) if cache is None else cache
         if kwargs.get("inputs_embeds") is not None:
             raise ValueError("a recurrent model reads input_ids: windows may have to read tokens again")
+        for name in ("position_ids", "token_type_ids"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"{name}: windows count their own positions; resets say where documents start")
+        if self.training and _recomputes(plain_base(self.base)):
+            raise ValueError(
+                "the base recomputes its layers by itself, out of reach: base.gradient_checkpointing_disable(), and "
+                "enable it on the recurrent model, which recomputes windows"
+            )
+        for name in ("output_hidden_states", "output_attentions"):
+            if kwargs.get(name):
+                raise ValueError(f"{name}: windows have none of the whole text; ask model.base for those of one window")
         B, T = self._check_ids(input_ids)
         assert input_ids is not None
         state = self._state(cache, B)
@@ -244,11 +258,13 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
                 raise ValueError(f"labels must have shape ({B}, {T}), as input_ids, got {tuple(targets.shape)}")
             targets = targets.masked_fill(~real, -100)
         recompute = self.settings.recompute and self.training and torch.is_grad_enabled()
-        kept = _kept(logits_to_keep, T, input_ids.device)
+        kept, again = torch.unique(_kept(logits_to_keep, T, input_ids.device), return_inverse=True)
         held = not (recompute and targets is not None)
 
         logits, nll, tensors = self._walk(input_ids, real, resets, dict(state.tensors), kept if held else None, targets,
                                           recompute)  # fmt: skip
+        if logits is not None and not torch.equal(again, torch.arange(len(kept), device=again.device)):
+            logits = logits[:, again]
         loss = None
         if targets is not None:
             count = num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum()
@@ -392,7 +408,7 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point():
             got = "None" if input_ids is None else f"{input_ids.dtype} of {tuple(input_ids.shape)}"
             raise ValueError(f"input_ids must be integers of shape (B, T), got {got}")
-        size = self.anatomy.vocab_size
+        size = len(embedding_weight(self.base))
         if input_ids.numel() and (int(input_ids.min()) < 0 or int(input_ids.max()) >= size):
             bad = input_ids[(input_ids < 0) | (input_ids >= size)]
             raise ValueError(
@@ -567,6 +583,12 @@ class _Carry:
         return whole.scatter(1, place[:, :, None].expand_as(own), own)[:, :width]
 
 
+def _recomputes(base: Any) -> bool:
+    """Whether a base recomputes its layers in backward, by the setting's name today or in older transformers."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    return any(getattr(base, name) for name in [name for name in names if hasattr(type(base), name)][:1])
+
+
 def _nll(logits: Tensor, targets: Tensor) -> Tensor:
     """Summed negative log-likelihood in nats, float32 (float64 for a float64 model), row by row."""
     wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
@@ -593,6 +615,8 @@ def _list(layers: list[int] | None) -> str:
 def _kept(logits_to_keep: int | Tensor, T: int, device: torch.device) -> Tensor:
     """Positions whose logits are asked for."""
     if isinstance(logits_to_keep, int):
+        if logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep should be 0 (all) or more, not {logits_to_keep}")
         return torch.arange(T - logits_to_keep if 0 < logits_to_keep <= T else 0, T, device=device)
     return torch.arange(T, device=device)[logits_to_keep.to(device)]
 
@@ -652,10 +676,13 @@ def add_recurrence(
         **{name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )
     recurrent = RecurrentForCausalLM(wrapped, model, anatomy, settings)
+    _check_identity(recurrent)
     if freeze_base and plain is model:
         model.requires_grad_(False)
-    _check_identity(recurrent)
-    return recurrent.train(model.training)
+    recurrent.training = model.training  # the base's parts stay in the mode they are in
+    if recurrent.recurrence is not None:
+        recurrent.recurrence.train(model.training)
+    return recurrent
 
 
 @torch.no_grad()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import tempfile
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .anatomy import plain_base, text_config
+from .anatomy import check_base, plain_base, text_config
 from .config import RecurrenceConfig
 
 if TYPE_CHECKING:
@@ -116,10 +118,17 @@ def save(model: RecurrentForCausalLM, folder: Path, state_dict: dict[str, Tensor
     if model.config.lora is None and any(".lora_" in name for name in wanted):
         raise ValueError("the base has LoRA weights but not their settings: put them on with peft.get_peft_model")
     tensors = {name: p.detach().to("cpu").contiguous() for name, p in wanted.items()}
-    model.config.save_pretrained(folder)
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+    # Everything is written before anything is replaced, so that a full disk leaves an adapter that was there whole.
+    try:
+        with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder) as unfinished:
+            save_file(tensors, Path(unfinished) / WEIGHTS, {"format": "pt"})
+            model.config.save_pretrained(unfinished)
+            if model.generation_config is not None:
+                model.generation_config.save_pretrained(unfinished)
+            for path in sorted(Path(unfinished).iterdir(), reverse=True):
+                path.replace(folder / path.name)
+    except SafetensorError as error:
+        raise OSError(f"could not write {folder / WEIGHTS}: {error}") from error
 
 
 def read_config(folder: str | Path) -> Any:
@@ -140,7 +149,14 @@ def read_config(folder: str | Path) -> Any:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(settings, dict) or settings.get("model_type") != RecurrentConfig.model_type:
         raise ValueError(f"{folder} holds no recurrent model: its config.json does not say so")
-    return RecurrentConfig.from_dict(settings)
+    for name, kinds in (("recurrence", dict), ("base", dict), ("lora", dict | None)):
+        if not isinstance(settings.get(name), kinds):
+            raise ValueError(f"{path} is damaged: its {name} is {settings.get(name)!r}")
+    try:
+        RecurrenceConfig.from_dict(settings["recurrence"])
+        return RecurrentConfig.from_dict(settings)
+    except Exception as error:  # transformers has errors of its own kinds
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def load_recurrent(
@@ -164,19 +180,26 @@ def load_recurrent(
     config = read_config(folder)
     weights = _weights(folder / WEIGHTS)
     settings = RecurrenceConfig.from_dict(config.recurrence)
-    name = base if isinstance(base, str) else config.base.get("name")
-    if base is None or isinstance(base, str):
+    name = os.fspath(base) if isinstance(base, str | os.PathLike) else config.base.get("name")
+    if base is None or isinstance(base, str | os.PathLike):
         if not name:
             raise ValueError(f"{folder}: its base has no name to load it by; give the base")
         from .base import load_base
 
         base = load_base(name, dtype=dtype or torch.float32)
         base = base[0] if isinstance(base, tuple) else base
+    check_base(base)
     check_base_of(folder, config, base)
-    if config.lora is not None and not hasattr(base, "peft_config"):
+    lora = config.lora is not None and not hasattr(base, "peft_config")
+    if lora:
         base = add_lora(base, config.lora)
-    model = add_recurrence(base, settings, base_name=config.base.get("name"))
-    load_weights(model, weights, str(folder))
+    try:
+        model = add_recurrence(base, settings, base_name=config.base.get("name"))
+        load_weights(model, weights, str(folder))
+    except BaseException:
+        if lora:
+            base.unload()  # the base as it was given
+        raise
     model.eval()
     if device is not None:
         torch.nn.Module.to(model, device)

@@ -219,6 +219,8 @@ class SRUppForCausalLM(SRUppPreTrainedModel, StatefulGeneration, GenerationMixin
     elsewhere gives the same logits.
     """
 
+    # Drafts of assisted generation that are rejected cannot be taken out of a state again: transformers then refuses.
+    _is_stateful = True
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers' own convention)
 
     def __init__(self, config: SRUppConfig) -> None:
