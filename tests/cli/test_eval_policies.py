@@ -80,6 +80,19 @@ def test_policies_side_by_side(place: Path, models: dict[str, str], capsys: pyte
     assert facts["nll"] == found["disjoint"]["nll"]
 
 
+def test_a_line_tells_the_time_of_its_own_policy(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    from undertow.cli import eval as evaluating
+
+    clock = iter([10.0, 13.0, 20.0, 25.0])
+    monkeypatch.setattr(evaluating.time, "perf_counter", lambda: next(clock))
+    with evaluating.telling() as tell:
+        for way in ("sliding", "disjoint"):
+            for done in (0, 4, 8):
+                tell(way, done, 8)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "scored" in line]
+    assert lines == ["sliding: 8 tokens scored, 3 s", "disjoint: 8 tokens scored, 5 s"]
+
+
 def test_an_adapter_shows_its_control_unasked(
     place: Path, models: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,23 @@ def test_a_model_without_state_writes_too_but_not_for_ever():
         written(llama, [1, 2, 3], 0)
 
 
+def test_a_plain_base_writes_as_far_as_it_knows_positions(bases, capsys, monkeypatch):
+    from undertow.retrofit.base import Base
+
+    gpt2 = str(bases / "gpt2")
+    monkeypatch.setattr("undertow.retrofit.base.find_base", lambda place, **more: Base(place, gpt2))
+    words = ["--stop", "false", "--temperature", "0", "--device", "cpu"]
+    for place in (gpt2, "package:some", "some.gguf"):
+        assert main(["generate", place, "ab", "--max_new_tokens", "100", *words]) == 0
+        out, err = capsys.readouterr()
+        assert out.startswith("ab")
+        assert "this model knows 64 positions: 61 new tokens at most" in err
+    assert main(["generate", gpt2, "ab" * 40, *words]) == 2
+    assert "the prompt has 81 tokens, and this model knows 64 positions" in capsys.readouterr().err
+    assert main(["generate", gpt2, "ab", "--max_new_tokens", "0", *words]) == 2
+    assert "carries no state" in capsys.readouterr().err
+
+
 def test_the_command_repeats_itself_with_a_seed(folder, capsys):
     texts = []
     for _ in range(2):

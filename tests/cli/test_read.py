@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from tests.cli.conftest import mistake
 from undertow.cli import read as reading
@@ -175,13 +178,96 @@ def test_mistakes_before_any_work(
     assert "is a folder" in mistake(["read", book, "--model", srupp, "--save", "."], capsys)
     assert "is a file" in mistake(["read", book, "--model", srupp, "--save", "srupp.state/x"], capsys)
     assert Path("srupp.state").read_bytes() == before
-    Path("other.json").write_text("")
     from tokenizers import Tokenizer
     from tokenizers import models as tokenizer_models
 
     big = {f"w{i}": i for i in range(300)} | {"<unk>": 300}
     Tokenizer(tokenizer_models.WordLevel(big, unk_token="<unk>")).save("big.json")
     assert "does not match" in mistake(["read", book, "--model", srupp, "--tokenizer", "big.json"], capsys)
+    assert "does not match" in mistake(["generate", srupp, "x", "--tokenizer", "big.json"], capsys)
+    # The state is of another model: that is the matter, not that the tokenizers are of different sizes.
+    shutil.copytree(models["srupp"], "large")
+    large = SRUppForCausalLM(SRUppConfig(vocab_size=301, hidden_size=16, projection_size=8, num_hidden_layers=1))
+    large.save_pretrained("large")
+    Tokenizer.from_file("big.json").save("large/tokenizer.json")
+    mark = asdict(reading.open_bookmark("srupp.state")) | {"model": "x", "last": 300}
+    rewrite("srupp.state", "large.state", undertow_reading=json.dumps(mark))
+    assert "state of another model" in mistake(["generate", srupp, "x", "--state", "large.state"], capsys)
+    assert "state of another model" in mistake(["read", book, "--model", "large", "--state", "srupp.state"], capsys)
+
+
+def test_files_that_would_be_replaced(
+    folder: Path, models: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book, read = "my text.txt", ["--model", models["srupp"], "--device", "cpu"]
+    assert main(["read", book, *read, "--save", "s.state", "--json", "new/r.json"]) == 0
+    assert main(["read", book, *read, "--json", "new/r.json"]) == 0, "an earlier result may be replaced"
+    Path("link.txt").symlink_to(book)
+    Path("notes.txt").write_text("mine")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("it read all the same")
+
+    monkeypatch.setattr(reading, "read_text", never)
+    monkeypatch.setattr("undertow.evaluate.evaluate", never)
+    for command in (["read", book, *read], ["eval", models["srupp"], "--data", book]):
+        assert "is a folder" in mistake([*command, "--json", "new"], capsys)
+        assert "notes.txt is a file" in mistake([*command, "--json", "notes.txt/r.json"], capsys)
+        assert "holds no JSON" in mistake([*command, "--json", "notes.txt"], capsys)
+        for name in (book, "./link.txt"):
+            assert "give it another name" in mistake([*command, "--json", name], capsys)
+    assert "state --state" in mistake(["read", book, *read, "--state", "s.state", "--json", "./s.state"], capsys)
+    assert "state --save" in mistake(["read", book, *read, "--save", "a", "--json", "./a"], capsys)
+    said = mistake(["read", book, *read, "--save", "link.txt", "--overwrite"], capsys)
+    assert "--save link.txt would replace the text my text.txt" in said
+    assert "picture" in mistake(["eval", models["srupp"], "--data", book, "--plot", "a.png", "--json", "a.png"], capsys)
+    # A text may be JSON, too.
+    Path("d.json").write_text('{"a": 1}')
+    assert "replace the text" in mistake(["eval", models["srupp"], "--data", "d.json", "--json", "d.json"], capsys)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def rewrite(source: str, target: str, **changed: str) -> None:
+    """The state file ``source`` with other metadata."""
+    with safe_open(source, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        meta = file.metadata()
+    save_file(tensors, target, meta | changed)
+
+
+@pytest.mark.parametrize("kind", ["srupp", "slots"])
+def test_damaged_states_are_named(
+    folder: Path, models: dict[str, str], capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    model = models[kind]
+    assert main(["read", "my text.txt", "--model", model, "--save", "s.state", "--device", "cpu"]) == 0
+    mark = asdict(reading.open_bookmark("s.state"))
+    with safe_open("s.state", "pt") as file:
+        others = [name for name in file.metadata() if name != "undertow_reading"]
+    bad: list[dict[str, str]] = [
+        {"undertow_reading": text} for text in ("", "{", "[]", "3", "null", "[" * 100_000, '{"model": "x"}')
+    ]
+    for changed in ({"tokens": -1}, {"tokens": "9"}, {"tokens": 1.5}, {"last": None}, {"last": -3}, {"last": 10**6},
+                    {"last": True}, {"model": 3}, {"tokenizer": None}, {"more": 1}):  # fmt: skip
+        bad.append({"undertow_reading": json.dumps(mark | changed)})
+    bad += [{name: text} for name in others for text in ("", "[]", "{}", "null", "{")]
+    for changed in bad:
+        rewrite("s.state", "bad.state", **changed)
+        for command in (["read", "my text.txt", "--model"], ["generate", "--prompt", "x", "--model"]):
+            assert "bad.state" in mistake([*command, model, "--state", "bad.state", "--device", "cpu"], capsys), changed
+
+
+@pytest.mark.parametrize("error", [KeyError("k"), TypeError("t"), AttributeError("a"), RuntimeError(), ValueError("v")])
+def test_whatever_a_state_fails_with_the_file_is_named(
+    folder: Path, models: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: Any, error: Exception
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise error
+
+    assert main(["read", "my text.txt", "--model", models["srupp"], "--save", "s.state", "--device", "cpu"]) == 0
+    monkeypatch.setattr("undertow.evaluate.protocol.load_state", fail)
+    assert "s.state" in mistake(["generate", models["srupp"], "x", "--state", "s.state", "--device", "cpu"], capsys)
 
 
 def test_a_state_that_cannot_be_written_leaves_the_old_one(

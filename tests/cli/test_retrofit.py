@@ -83,6 +83,22 @@ def test_resume_is_exact(folder: Path, bases: Path, words: str) -> None:
     assert Path("part/best/model.safetensors").read_bytes() == Path("whole/best/model.safetensors").read_bytes()
 
 
+def test_a_run_that_goes_on_knows_its_own_settings(
+    folder: Path, bases: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(start(bases, "--out", "run", "--lora.rank", "2")) == 0
+    whole = losses("run")
+    shutil.rmtree("run/checkpoints/step-00000004")
+    shutil.move("run", "moved")
+    assert main(["retrofit", "--resume", "--out", "moved"]) == 0
+    assert losses("moved") == whole
+    assert not Path("run").exists()
+    said = mistake(["retrofit", "--out", "moved", "--resume", "--lora.rank", "4"], capsys)
+    assert "another configuration" in said, "what is typed counts"
+    assert "nowhere/config.yaml is not there" in mistake(["retrofit", "--out", "nowhere", "--resume"], capsys)
+    assert "which base?" in mistake(["retrofit", "--out", "moved"], capsys)
+
+
 def test_recomputing_strides_changes_nothing_but_memory(folder: Path, bases: Path) -> None:
     for out, words in (("a", []), ("b", ["--gradient_checkpointing"])):
         assert main(start(bases, "--out", out, *words)) == 0

@@ -142,6 +142,8 @@ def test_mistakes_with_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save("words.json")
+    assert "does not match" in mistake(["eval", "run", *other], capsys)
+    (folder / "run" / "best" / "tokenizer.json").unlink()
     assert "UTF-8" in mistake(["eval", "run", *other], capsys)
     (folder / "big.txt").write_text("a b c")
     big = {f"w{i}": i for i in range(300)} | {"<unk>": 300}

@@ -20,7 +20,6 @@ undertow eval models/llama --data books/*.txt --policy sliding select --skip_tok
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -95,6 +94,7 @@ class Config:
 
 def run(config: Config) -> None:
     """Evaluate and print a table."""
+    from undertow.cli.checks import check_file, check_json
     from undertow.cli.train import choose_device
     from undertow.evaluate import evaluate
     from undertow.evaluate.policies import check_policies
@@ -108,6 +108,8 @@ def run(config: Config) -> None:
         raise ValueError(f"{config.model[0]} is no adapter, so it has no base; leave --base out")
     if config.plot is not None:
         check_picture(config.plot)
+        check_file(Path(config.plot), "a picture")
+    check_json(config.json, {"the picture --plot": config.plot})
     device = choose_device(config.device)
     if config.compares:
         return compare_models(config, places, device)
@@ -242,22 +244,27 @@ def _check_vocabulary(model: Any, store: Any) -> None:
 
 @contextmanager
 def telling() -> Iterator[Callable[[str, int, int], None]]:
-    """A function to tell (way, tokens scored, tokens in all) to: a bar each on a terminal, else a line at its end."""
+    """A function to tell (way, tokens scored, tokens in all) to: a bar each on a terminal, else a line at its end.
+
+    A way's time begins when it is told that none of its tokens are scored.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     tasks: dict[str, Any] = {}
-    began = time.perf_counter()
+    began: dict[str, float] = {}
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
 
         def tell(way: str, done: int, of: int) -> None:
-            if way not in tasks:
+            if not done or way not in tasks:
                 tasks[way] = bar.add_task(way, total=of)
+                began[way] = time.perf_counter()
             bar.update(tasks[way], completed=done)
             if done == of and not console.is_terminal:
-                print(f"{way}: {of:,} tokens scored, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+                seconds = time.perf_counter() - began[way]
+                print(f"{way}: {of:,} tokens scored, {seconds:.0f} s", file=sys.stderr, flush=True)
 
         yield tell
 
@@ -311,12 +318,15 @@ def text_store(config: Config, place: str, places: list[str] | None = None) -> A
     """
     import yaml
 
+    from undertow.cli.checks import check_not_text, matching_tokenizer
     from undertow.cli.train import data_config
-    from undertow.data import cache_folder, cached_store, load_tokenizer, prepare, read_documents
+    from undertow.data import cache_folder, cached_store, prepare, read_documents
 
-    tokenizer = load_tokenizer(config.tokenizer or place)
+    tokenizer = matching_tokenizer(config.tokenizer, place)
     if config.data:
         documents = read_documents(config.data, spool=cache_folder(config.cache_dir) / "spool")
+        for option, path in (("--json", config.json), ("--plot", config.plot)):
+            check_not_text(path, option, documents)
         return cached_store(documents, tokenizer, config.cache_dir)
     records = [Path(other).parent / "config.yaml" for other in places or [place]]
     record = next((record for record in records if record.is_file()), None)
@@ -333,9 +343,10 @@ def text_store(config: Config, place: str, places: list[str] | None = None) -> A
 
 def write(config: Config, facts: dict[str, Any]) -> None:
     """The JSON file, where one was asked for."""
+    from undertow.cli.checks import write_json
+
     if config.json is not None:
-        Path(config.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(config.json).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        write_json(config.json, facts)
 
 
 def show(result: EvalResult, model: str) -> None:

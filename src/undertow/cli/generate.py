@@ -28,7 +28,8 @@ class Config:
     """What writes, after which beginning, how."""
 
     model: str | None = None
-    """A saved model's or adapter's folder, a run's folder (its best model), or hub:owner/name."""
+    """A saved model's or adapter's folder, a run's folder (its best model), hub:owner/name, or a base as in undertow
+    retrofit (a .gguf file, package:NAME)."""
     prompt: str | None = None
     """The beginning of the text; by default what comes on standard input, if anything does; "-": standard input."""
     base: str | None = None
@@ -69,26 +70,31 @@ def run(config: Config) -> int:
     """Generate; 0, or 130 after Ctrl-C."""
     import torch
 
+    from undertow.cli.checks import matching_tokenizer
+    from undertow.cli.eval import locate
     from undertow.cli.read import check_bookmark, check_carries_state, check_vocabulary, load, open_bookmark
-    from undertow.cli.train import choose_device, load_model, saved_model
-    from undertow.data import TextDecoder, load_tokenizer, separator_id, tokenizer_fingerprint
+    from undertow.cli.train import choose_device, load_model
+    from undertow.data import TextDecoder, separator_id, tokenizer_fingerprint
 
     if config.model is None:
         raise ValueError("which model? undertow generate MODEL_FOLDER PROMPT")
     mark = None if config.state is None else open_bookmark(config.state)
-    place = saved_model(config.model)
+    place = locate(config.model)
     device = choose_device(config.device)
     prompt = _prompt(config)
-    tokenizer = load_tokenizer(config.tokenizer or place)
+    tokenizer = matching_tokenizer(config.tokenizer, place, config.model)
     ids = _encode(prompt, tokenizer, separator_id(tokenizer) if mark is None else mark.last)
     model: Any = load_model(place, device, base=config.base).eval()
-    check_vocabulary(int(ids.max()), model, place)
     state = None
     if mark is not None:
         assert config.state is not None
         check_carries_state(model, place)
         check_bookmark(mark, config.state, model, place, tokenizer_fingerprint(tokenizer))
         state = load(model, config.state)
+    check_vocabulary(int(ids.max()), model, place)
+    count = room(model, ids.shape[1], config.max_new_tokens)
+    if count < config.max_new_tokens:
+        print(f"this model knows {ids.shape[1] + count:,} positions: {count:,} new tokens at most", file=sys.stderr)
     if config.seed is not None:
         torch.manual_seed(config.seed)
     decoder = TextDecoder(tokenizer)
@@ -105,7 +111,7 @@ def run(config: Config) -> int:
             ids.to(device),
             lambda token: show(decoder.push(token)),
             state=state,
-            max_new_tokens=config.max_new_tokens,
+            max_new_tokens=count,
             stop=config.stop,
             **settings,
         )
@@ -137,6 +143,25 @@ def _encode(prompt: bytes, tokenizer: PreTrainedTokenizerBase, before: int | Non
     if not ids:
         raise ValueError("this model's tokenizer has no token that starts a text: give a prompt")
     return torch.tensor([ids])
+
+
+def room(model: Any, prompt: int, wanted: int) -> int:
+    """How many tokens can be written after a prompt; a model without a state knows only so many positions.
+
+    Raises:
+        ValueError: none.
+    """
+    from undertow.evaluate.protocol import carries_state
+
+    known = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if carries_state(model) or not isinstance(known, int) or not wanted or prompt + wanted <= known:
+        return wanted
+    if prompt >= known:
+        raise ValueError(
+            f"the prompt has {prompt:,} tokens, and this model knows {known:,} positions: shorten it, or let undertow "
+            "retrofit give the model a memory"
+        )
+    return known - prompt
 
 
 def sampling(temperature: float, top_p: float = 1.0, top_k: int = 0) -> dict[str, Any]:

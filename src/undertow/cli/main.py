@@ -1,7 +1,8 @@
 """The command line: finds the command, reads its options into a dataclass, and turns mistakes into short messages.
 
 A command is a module with a dataclass ``Config`` (one docstring a field) and ``run(config) -> int | None``. It may
-name in ``POSITIONAL`` the fields that can also be given without their option name. Modules are imported only when
+name in ``POSITIONAL`` the fields that can also be given without their option name, and add to what was typed with
+``complete(words) -> words``. Modules are imported only when
 their command is called, so that ``undertow --help`` answers at once.
 """
 
@@ -131,6 +132,8 @@ def parse(name: str, module: types.ModuleType, words: list[str]) -> Any:
     for part, others in _parts(config_class):
         parser.add_class_arguments(part, None, skip=others)
     arranged = arrange(name, words, fields, positional)
+    if (complete := getattr(module, "complete", None)) is not None:
+        arranged = complete(arranged)
     for word in arranged:
         if word.startswith("--config="):
             check_yaml(word.partition("=")[2], fields)

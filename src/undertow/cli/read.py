@@ -84,14 +84,14 @@ class Bookmark:
 
     def __post_init__(self) -> None:
         for name, kind in (("model", str), ("tokenizer", str), ("tokens", int), ("last", int)):
-            value = getattr(self, name)
-            if type(value) is not kind or (kind is int and value < 0):
+            value: Any = getattr(self, name)
+            if type(value) is not kind or (isinstance(value, int) and value < 0):
                 raise ValueError(f"{name} cannot be {value!r:.40}")
 
 
 def run(config: Config) -> int:
     """Read, save, and print what it came to; 0, or 130 after Ctrl-C."""
-    from undertow.cli.checks import check_json, check_not_text, matching_tokenizer
+    from undertow.cli.checks import check_json, check_not_text, matching_tokenizer, write_json
     from undertow.cli.train import choose_device, load_model, saved_model
     from undertow.data import cache_folder, read_documents, separator_id
 
@@ -133,8 +133,7 @@ def run(config: Config) -> int:
     facts = _facts(config, place, text, result, seen)
     _show(facts)
     if config.json is not None:
-        Path(config.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(config.json).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        write_json(config.json, facts)
     return 0
 
 
@@ -405,7 +404,7 @@ def check_bookmark(mark: Bookmark, path: str, model: Any, place: str, tokenizer:
     size = getattr(getattr(model, "config", None), "vocab_size", None)
     if size is not None and mark.last >= size:
         raise ValueError(
-            f"{path}: what it says about its state is damaged (there is no token {mark.last} among the {size} of {place})"
+            f"{path}: what it says about its state is damaged (its last token is {mark.last}, the vocabulary {size})"
         )
 
 

