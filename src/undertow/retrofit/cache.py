@@ -12,13 +12,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.cache_utils import Cache
+
+from ..models.state import State
 
 _TAIL = 8  # token ids remembered to recognise a text by
 _META = "undertow_recurrent_state"
 
 
-class RecurrentCache(Cache):
+class RecurrentCache(State):
     """The state of `RecurrentForCausalLM`, a `transformers.Cache`.
 
     It can be detached, moved, cloned, reordered by row, reset by row, weighed, saved and loaded. `model(...)` changes
@@ -65,14 +66,6 @@ class RecurrentCache(Cache):
         self.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
         return self
 
-    def detach_(self) -> RecurrentCache:
-        """Cut the graph: back-propagation stops here (truncated back-propagation through time)."""
-        return self.map_(Tensor.detach)
-
-    def to(self, *args: Any, **kwargs: Any) -> RecurrentCache:
-        """Move to a device. Arguments as for `torch.Tensor.to`, without a dtype."""
-        return self.map_(lambda t: t.to(*args, **kwargs))
-
     def clone(self) -> RecurrentCache:
         """A copy that goes its own way; the graph, if any, is shared."""
         other = RecurrentCache(self.fits)
@@ -97,18 +90,6 @@ class RecurrentCache(Cache):
         """Forget everything: the next piece starts a text."""
         self.tensors, self.seen_tokens = {}, 0
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row b be what row beam_idx[b] was (beam search)."""
-        self.map_(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
-        self.map_(lambda t: t.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` only."""
-        self.map_(lambda t: t[indices.to(t.device)])
-
     @property
     def batch_size(self) -> int:
         """B, or -1 at the start of a text."""
@@ -128,10 +109,6 @@ class RecurrentCache(Cache):
     def is_initialized(self) -> bool:
         """Whether anything was read."""
         return bool(self.tensors)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions given so far, padding included."""
-        return self.seen_tokens
 
     def nbytes(self) -> int:
         """Bytes that the tensors of the state take."""

@@ -15,9 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.cache_utils import Cache, LinearAttentionAndSlidingWindowAttentionLayer, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionAndSlidingWindowAttentionLayer, LinearAttentionLayer
 
 from ...nn.attention import remembered
+from ..state import State
 from .configuration import SRUppConfig
 
 # Sizes of a model that a state has to fit, and nothing else of its configuration.
@@ -101,7 +102,7 @@ class SRUppAttentionLayer(  # type: ignore[misc, override]
             self.is_initialized = True
 
 
-class SRUppCache(Cache):
+class SRUppCache(State):
     """The state of `SRUppForCausalLM`, a `transformers.Cache`.
 
     It can be detached, moved, cloned, reordered by row, reset by row, weighed, saved and loaded. `model(...)` changes
@@ -199,14 +200,6 @@ class SRUppCache(Cache):
                 setattr(self, name, function(getattr(self, name)))
         return self
 
-    def detach_(self) -> SRUppCache:
-        """Cut the graph: back-propagation stops here (truncated back-propagation through time)."""
-        return self.map_(Tensor.detach)
-
-    def to(self, *args: Any, **kwargs: Any) -> SRUppCache:
-        """Move to a device. Arguments as for `torch.Tensor.to`, without a dtype."""
-        return self.map_(lambda t: t.to(*args, **kwargs))
-
     def clone(self) -> SRUppCache:
         """A copy that goes its own way; the graph, if any, is shared."""
         other = SRUppCache(self.config)
@@ -244,27 +237,11 @@ class SRUppCache(Cache):
         self.valid = self.tail = None
         self.seen_tokens = 0
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row b be what row beam_idx[b] was (beam search)."""
-        self.map_(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
-        self.map_(lambda t: t.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` only."""
-        self.map_(lambda t: t[indices.to(t.device)])
-
     @property
     def batch_size(self) -> int:
         """B, or -1 at the start of a text."""
         c = self.layers[0].recurrent_states[0]
         return -1 if c is None else c.shape[0]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions given so far, padding included."""
-        return self.seen_tokens
 
     def nbytes(self) -> int:
         """Bytes that the tensors of the state take."""

@@ -1,0 +1,52 @@
+"""What the states of all models here can do: all that passes from one piece of text to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class State(Cache):
+    """A `transformers.Cache` whose tensors, the first dimension of each the batch, are replaced, never written into.
+
+    So graphs and clones stay good. A kind of state says what its tensors are by `map_`.
+
+    Attributes:
+        seen_tokens: positions given so far, padding included: what `get_seq_length` answers.
+    """
+
+    seen_tokens = 0
+
+    def map_(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Replace every tensor by `function` of it."""
+        raise NotImplementedError
+
+    def detach_(self) -> Self:
+        """Cut the graph: back-propagation stops here (truncated back-propagation through time)."""
+        return self.map_(Tensor.detach)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move to a device. Arguments as for `torch.Tensor.to`, without a dtype."""
+        return self.map_(lambda t: t.to(*args, **kwargs))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row b be what row beam_idx[b] was (beam search)."""
+        self.map_(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self.map_(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` only."""
+        self.map_(lambda t: t[indices.to(t.device)])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions given so far, padding included."""
+        return self.seen_tokens
