@@ -251,11 +251,31 @@ def test_damaged_states_are_named(
     for changed in ({"tokens": -1}, {"tokens": "9"}, {"tokens": 1.5}, {"last": None}, {"last": -3}, {"last": 10**6},
                     {"last": True}, {"model": 3}, {"tokenizer": None}, {"more": 1}):  # fmt: skip
         bad.append({"undertow_reading": json.dumps(mark | changed)})
+    bad.append({"undertow_reading": json.dumps(mark | {"digest": "0"})})
     bad += [{name: text} for name in others for text in ("", "[]", "{}", "null", "{")]
     for changed in bad:
         rewrite("s.state", "bad.state", **changed)
         for command in (["read", "my text.txt", "--model"], ["generate", "--prompt", "x", "--model"]):
             assert "bad.state" in mistake([*command, model, "--state", "bad.state", "--device", "cpu"], capsys), changed
+
+
+@pytest.mark.parametrize("kind", ["srupp", "slots"])
+def test_a_single_number_that_changed_is_noticed(
+    folder: Path, models: dict[str, str], capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    assert main(["read", "my text.txt", "--model", models[kind], "--save", "s.state", "--device", "cpu"]) == 0
+    with safe_open("s.state", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        meta = file.metadata()
+    name = next(name for name, tensor in tensors.items() if tensor.dtype == torch.float32 and tensor.numel() > 1)
+    changed = tensors[name].clone()
+    changed.view(-1)[-1] += 1
+    kept = {other: tensor for other, tensor in tensors.items() if other != name}
+    for bad in (kept, kept | {name: changed}, kept | {name: tensors[name].to(torch.int32)}):
+        save_file(bad, "bad.state", meta)
+        for command in (["read", "my text.txt", "--model"], ["generate", "--prompt", "x", "--model"]):
+            said = mistake([*command, models[kind], "--state", "bad.state", "--device", "cpu"], capsys)
+            assert "bad.state is damaged" in said
 
 
 @pytest.mark.parametrize("error", [KeyError("k"), TypeError("t"), AttributeError("a"), RuntimeError(), ValueError("v")])

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -81,9 +81,11 @@ class Bookmark:
     """Read so far, from the text's beginning."""
     last: int
     """The last token, which the state has not seen."""
+    digest: str = ""
+    """Of the rest of the file, written when it is saved; empty: nothing is known of it."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("model", str), ("tokenizer", str), ("tokens", int), ("last", int)):
+        for name, kind in (("model", str), ("tokenizer", str), ("tokens", int), ("last", int), ("digest", str)):
             value: Any = getattr(self, name)
             if type(value) is not kind or (isinstance(value, int) and value < 0):
                 raise ValueError(f"{name} cannot be {value!r:.40}")
@@ -361,7 +363,18 @@ def save_state(path: Path, state: Any, mark: Bookmark) -> None:
             with safe_open(unfinished, "pt") as file:
                 meta = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        mark = replace(mark, digest=_digest(tensors, meta))
         save_file(tensors, unfinished, meta | {_META: json.dumps(asdict(mark))})
+
+
+def _digest(tensors: dict[str, Tensor], meta: dict[str, str]) -> str:
+    """Of a state as its file has it, without the bookmark."""
+    import hashlib
+
+    from undertow.evaluate.protocol import fingerprint
+
+    others = sorted(item for item in meta.items() if item[0] != _META)
+    return hashlib.blake2b(f"{fingerprint(tensors)} {others}".encode(), digest_size=16).hexdigest()
 
 
 def open_bookmark(path: str) -> Bookmark:
@@ -380,15 +393,19 @@ def open_bookmark(path: str) -> Bookmark:
         raise IsADirectoryError(f"{path} is a folder, and a state is a file")
     try:
         with safe_open(where, "pt") as file:
-            meta = (file.metadata() or {}).get(_META)
+            meta = file.metadata() or {}
+            if _META not in meta:
+                raise ValueError(f"{path} holds no state that undertow read has saved")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged, cut short or no safetensors file ({error})") from error
-    if meta is None:
-        raise ValueError(f"{path} holds no state that undertow read has saved")
     try:
-        return Bookmark(**json.loads(meta))
+        mark = Bookmark(**json.loads(meta[_META]))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: what it says about its state is damaged ({error})") from error
+    if mark.digest and mark.digest != _digest(tensors, meta):
+        raise ValueError(f"{path} is damaged: the state in it is not the one that was saved")
+    return mark
 
 
 def check_bookmark(mark: Bookmark, path: str, model: Any, place: str, tokenizer: str) -> None:
