@@ -164,7 +164,7 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
                 f"{settings.update}, written to layers {_list(settings.write_layers)} through projections of "
                 f"{'the base' if settings.projection == 'base' else 'their own'}"
             )
-        lines.append(f"trained    {', '.join(self._trained())}")
+        lines.append(f"parameters {', '.join(self._trained())}")
         return "\n".join(lines)
 
     def _trained(self) -> list[str]:
