@@ -177,34 +177,14 @@ def load_model(place: str, device: str | None = None, base: str | None = None) -
         ValueError: weights that are damaged, or do not fit the configuration beside them; an adapter of another base;
             a base for a model that is no adapter.
     """
-    import torch
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
-    import undertow.models  # noqa: F401 (lets the Auto classes know ours)
+    from undertow.retrofit.loading import load_causal_lm
 
     folder = saved_model(place)
     if is_adapter(folder):
         return _load_adapter(folder, device, base)
     if base is not None:
         raise ValueError(f"{place} is no adapter, so it has no base; leave --base out")
-    try:
-        with silent_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder.removeprefix(HUB),
-                dtype=torch.float32,
-                local_files_only=not folder.startswith(HUB),
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-    except SafetensorError as error:
-        raise ValueError(f"{folder}: the saved weights are damaged or cut short ({error})") from error
-    except RuntimeError as error:  # shapes, which transformers tells in a table
-        raise ValueError(f"{folder}: the weights do not have the shapes that its config.json asks for") from error
-    model, found = loaded
-    for kind in ("missing", "unexpected"):
-        if names := sorted(found[f"{kind}_keys"]):
-            raise ValueError(f"{folder}: the weights do not fit its config.json: {kind} {', '.join(names[:3])}")
+    model: Any = load_causal_lm(folder)
     return model.to(device) if device is not None else model
 
 

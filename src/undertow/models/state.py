@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -46,6 +47,17 @@ class State(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` only."""
         self.map_(lambda t: t[indices.to(t.device)])
+
+    def check_rows(self, rows: Tensor, batch: int) -> None:
+        """Whether `rows` marks rows of a state of `batch` rows.
+
+        Raises:
+            ValueError: another shape than (B,), or another dtype than bool.
+        """
+        if rows.shape != (batch,) or rows.dtype != torch.bool:
+            raise ValueError(
+                f"reset_rows wants a bool tensor of shape ({batch},), got {rows.dtype} of {tuple(rows.shape)}"
+            )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions given so far, padding included."""

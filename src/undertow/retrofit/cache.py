@@ -78,10 +78,7 @@ class RecurrentCache(State):
         batch = self.batch_size
         if batch < 0:
             return self
-        if rows.shape != (batch,) or rows.dtype != torch.bool:
-            raise ValueError(
-                f"reset_rows wants a bool tensor of shape ({batch},), got {rows.dtype} of {tuple(rows.shape)}"
-            )
+        self.check_rows(rows, batch)
         position = self.tensors["position"]
         self.tensors["position"] = position.masked_fill(rows.to(position.device), 0)
         return self

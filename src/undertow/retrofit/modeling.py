@@ -90,6 +90,10 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
             weight = embedding_weight(base)
             self.recurrence.to(weight.device, weight.dtype)
         self._numbers = settings.reach
+        # Worked out once: every call compares its state's with it.
+        self._fits = {"base": config.base.get("fingerprint")} | {
+            name: value for name, value in asdict(settings).items() if name not in ("bptt", "recompute")
+        }
         self.post_init()
         if getattr(plain_base(base), "generation_config", None) is not None:
             self.generation_config = copy.deepcopy(plain_base(base).generation_config)
@@ -115,8 +119,7 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
 
     def state_fits(self) -> dict[str, Any]:
         """What a saved state has to agree with."""
-        settings = {name: value for name, value in asdict(self.settings).items() if name not in ("bptt", "recompute")}
-        return {"base": self.config.base.get("fingerprint"), **settings}
+        return self._fits
 
     # -- the order of work -------------------------------------------------------------------------------------------
 
@@ -424,7 +427,8 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
             raise TypeError(f"cache must be a RecurrentCache (or None to start a text), got {type(cache).__name__}")
         if cache.batch_size not in (-1, batch):
             raise ValueError(f"the state holds {cache.batch_size} rows, the input has {batch}")
-        cache.check_fits(self.state_fits())
+        if cache.fits is not self._fits:
+            cache.check_fits(self._fits)
         return cache
 
     # -- saving ------------------------------------------------------------------------------------------------------

@@ -217,10 +217,7 @@ class SRUppCache(State):
         batch = self.batch_size
         if batch < 0:
             return self
-        if rows.shape != (batch,) or rows.dtype != torch.bool:
-            raise ValueError(
-                f"reset_rows wants a bool tensor of shape ({batch},), got {rows.dtype} of {tuple(rows.shape)}"
-            )
+        self.check_rows(rows, batch)
         for layer in self.layers:
             c = layer.tensors()["c"]
             layer.put("c", c.masked_fill(rows[:, None].to(c.device), 0.0))
