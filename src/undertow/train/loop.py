@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import inspect
@@ -673,7 +674,8 @@ class _Run:
         self.talk.close()
         if self.metrics is not None:
             self.metrics.close()
-            self.accelerator.end_training()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
 
 # -- helpers ---------------------------------------------------------------------------------------------------------
@@ -732,6 +734,9 @@ def _accelerator(config: TrainConfig, out: Path) -> Accelerator:
         raise ValueError(f"device should be cpu or cuda, not {device!r}")
     if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("device cuda was asked for, and torch finds no CUDA device")
+    # The process group that Accelerate opens lasts as long as the process, for the next run in it. Every rank has to close
+    # it before the interpreter goes: its threads outlive that otherwise, and end the process by SIGABRT now and then.
+    atexit.register(_close_process_group)
     return Accelerator(
         cpu=device == "cpu",
         mixed_precision="no",  # autocast is put around the forward pass here, where it is seen
@@ -740,6 +745,11 @@ def _accelerator(config: TrainConfig, out: Path) -> Accelerator:
         log_with="tensorboard" if config.tensorboard else None,
         project_config=ProjectConfiguration(project_dir=str(out), logging_dir=str(out)),
     )
+
+
+def _close_process_group() -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _split(config: TrainConfig, world: int) -> tuple[int, int]:
