@@ -77,7 +77,8 @@ def plain(base: Any, ids: Tensor, policy: Sliding, extra: Extra = lambda layer, 
                     kept[head] = False
                     kept[head, rivals[: policy.selected]] = True
             shift = max(0, s * C + C - policy.reach)
-            gap = max(0, s * C - (W - 1) - policy.sinks - shift)  # sinks stand right before the window
+            # Sinks stand before the window and room for the selected keys.
+            gap = max(0, s * C - (W - 1) - policy.selected - policy.sinks - shift)
             numbers = torch.where(j < policy.sinks, j + gap, (j - shift).clamp(policy.sinks, policy.reach - 1))
             q, k = at(query[:, :, t], t - shift), at(key, numbers)
             scores = q.unflatten(1, (K, H // K)) @ k[:, :, None].mT * scaling  # (1, K, H/K, C, T)

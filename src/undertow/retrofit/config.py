@@ -33,8 +33,8 @@ class RecurrenceConfig:
     """First positions of a document that a sliding window never drops (Xiao et al. 2023, arXiv 2309.17453)."""
     reach: int | None = None
     """Sliding: position numbers that are used, at least sinks + W + C - 1. That many (the default) number positions
-    inside the cache, the sinks right before the window; selected keys keep their distance, up to this one (by default
-    32 times the positions remembered, or as many as the base knows)."""
+    inside the cache: sinks, room for the selected keys, window; those keys keep their distance, up to this one (by
+    default 32 times the positions remembered, or as many as the base knows)."""
     slots: int = 32
     """S: trained vectors carried from boundary to boundary; 0: none."""
     selected: int = 0

@@ -157,8 +157,9 @@ def number(position: Tensor, begin: Tensor, config: Settings) -> Tensor:
     if config.policy == "sliding":
         shift = (stride * config.stride + config.stride - config.reach).clamp(min=0)[:, :, None]
         numbers = (position - shift).clamp(min=config.sinks)
-        # Sinks stand right before the window, as if nothing had been dropped between them.
-        gap = (begin - begin % config.stride - (config.window - 1) - config.sinks)[:, :, None] - shift
+        # Sinks stand before the window and room for the selected keys, as if nothing else had been between them.
+        between = config.selected + config.window - 1
+        gap = (stride * config.stride - between - config.sinks)[:, :, None] - shift
         numbers = torch.where(position < config.sinks, position + gap.clamp(min=0), numbers)
     else:
         first = stride if config.policy == "disjoint" else (stride - 1).clamp(min=0)
