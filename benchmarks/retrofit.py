@@ -33,9 +33,12 @@ RUNS = {
     "select": "--recurrence.window {H} --recurrence.selected {H} --recurrence.slots 0",
     "learned": "--recurrence.window {H} --recurrence.selected {H} --recurrence.selected_by learned "
     "--recurrence.slots 0",
+    "both": "--recurrence.window {H} --recurrence.selected {Q} --recurrence.slots 16",
+    "both-held": "--recurrence.window {H} --recurrence.selected {Q} --recurrence.slots 16 --recurrence.update held",
     "slots": "--recurrence.policy sliding --recurrence.window {M} --recurrence.slots 32",
     "slots-held": "--recurrence.policy sliding --recurrence.window {M} --recurrence.slots 32 --recurrence.update held",
-    "disjoint-slots": "--recurrence.policy disjoint --recurrence.window {M} --recurrence.slots 32",
+    "disjoint-slots": "--recurrence.policy disjoint --recurrence.window {M} --recurrence.slots 32 "
+    "--recurrence.read last",
     "disjoint-held": "--recurrence.policy disjoint --recurrence.window {M} --recurrence.slots 32 "
     "--recurrence.update held",
 }
@@ -131,7 +134,9 @@ def untrained(options: argparse.Namespace, folder: Path) -> None:
 
 def train(options: argparse.Namespace, folder: Path, name: str) -> None:
     """One run; one that was stopped goes on."""
-    settings = RUNS[name].format(N=options.remembered, H=options.remembered // 2, M=options.remembered - 32)
+    settings = RUNS[name].format(
+        N=options.remembered, H=options.remembered // 2, M=options.remembered - 32, Q=options.remembered // 2 - 16
+    )
     out = folder / name
     resume = "--resume" if (out / "checkpoints").is_dir() else ""
     command(

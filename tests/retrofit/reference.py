@@ -94,6 +94,7 @@ def plain(base: Any, ids: Tensor, policy: Sliding, extra: Extra = lambda layer, 
             out = (weights @ value[:, :, None]).flatten(1, 2)
             if (read := extra(layer.layer_idx, s)) is not None:
                 keys, values, gates = (r.to(query.dtype) for r in read)
+                keys, values = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (keys, values))  # for none of them
                 scores = query[:, :, t].unflatten(1, (K, H // K)) @ keys[:, None].mT * scaling
                 out = out + gates[:, None, None] * (scores.softmax(-1) @ values[:, None]).flatten(1, 2)
             outputs.append(out)
@@ -150,13 +151,13 @@ def with_slots(wrapper: Any, ids: Tensor) -> Tensor:
             if str(layer) not in module.write:
                 return None
             write = module.write[str(layer)]
-            y = write.norm(x)
             if settings.projection == "base":
-                keys, values = projected(base, layer, y)
+                norm = norm_of(layers_of(base)[layer])
+                keys, values = projected(base, layer, (write.norm if norm is None else norm)(x))
             else:
-                heads = key_heads(base)
+                heads, y = key_heads(base), write.norm(x)
                 keys, values = (p(y).unflatten(-1, (heads, -1)).transpose(0, 1) for p in (write.keys, write.values))
-            return keys, values, torch.tanh(write.gate)
+            return keys, values, torch.tanh(16 * write.gate)
 
         return extra
 
@@ -197,6 +198,12 @@ def projected(base: Any, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
         keys = attention.k_norm(keys)
     keys, values = (y.unflatten(-1, (heads, -1)).transpose(0, 1) for y in (keys, values))
     return (attention.k_norm(keys) if config.model_type in ("qwen3", "gemma3_text") else keys), values
+
+
+def norm_of(layer: Any) -> Any:
+    """What a decoder layer's hidden states go through before its attention."""
+    names = "ln_1", "self_attn_layer_norm", "input_layernorm"
+    return next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
 
 
 def key_heads(base: Any) -> int:

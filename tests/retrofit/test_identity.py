@@ -272,7 +272,8 @@ def test_an_update_by_hand(update):
         want = s
     elif update == "feedforward":
         u = torch.cat([s, x], -1) @ module.inner.weight.T + module.inner.bias
-        want = s + torch.nn.functional.gelu(u) @ module.outer.weight.T + module.outer.bias
+        a = torch.sigmoid(module.keep)
+        want = a * s + (1 - a) * x + torch.nn.functional.gelu(u) @ module.outer.weight.T + module.outer.bias
     elif update == "tanh":
         want = torch.tanh(s @ module.A.weight.T + x @ module.B.weight.T + module.B.bias)
     elif update == "gru":

@@ -124,7 +124,7 @@ def open_gates(wrapper: Any, seed: int = 0) -> None:
         for name, parameter in wrapper.recurrence.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
             if "gate" in name:
-                parameter.copy_(0.8 + 0.2 * noise)
+                parameter.copy_((0.8 + 0.2 * noise) / 16)
             else:
                 parameter.add_(0.2 * noise)
 

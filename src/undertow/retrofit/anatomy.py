@@ -124,7 +124,17 @@ def dissect(model: Any) -> Anatomy:
         # Nothing is added, so that what a layer is given does not depend on the layers below having rotated or not.
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
+    made_by: dict[int, tuple[nn.Module, Tensor]] = {}  # which norm a tensor comes from, by its identity
+    norms: dict[nn.Module, nn.Module] = {}
+
+    def after(module: nn.Module, args: Any, out: Any) -> None:
+        if isinstance(out, Tensor):
+            made_by[id(out)] = module, out
+
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        if id(hidden) in made_by:
+            norms[module] = made_by[id(hidden)][0]
         pair = kwargs.get("position_embeddings")
         if isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(t, Tensor) and t.dim() == 3 for t in pair):
             return args, kwargs | {"position_embeddings": unrotated(pair)}
@@ -150,6 +160,7 @@ def dissect(model: Any) -> Anatomy:
             queries.clear()
             hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in plain.modules()
                      if hasattr(m, "layer_idx")]  # fmt: skip
+            hooks += [m.register_forward_hook(after) for m in plain.modules() if _is_norm(m, config.hidden_size)]
             plain(input_ids=ids, use_cache=False, **given)
     except UnsuitableBase:
         raise
@@ -177,7 +188,13 @@ def dissect(model: Any) -> Anatomy:
         raise UnsuitableBase(f"{kind} takes no position_ids, so that its positions cannot start anew in every window")
     parts = ("heads", "key_heads", "head_dim", "local")
     found = [
-        Layer(index, layer["module"], not torch.equal(was, query), *(layer[part] for part in parts))
+        Layer(
+            index,
+            layer["module"],
+            not torch.equal(was, query),
+            *(layer[part] for part in parts),
+            norm=norms.get(layer["module"]),
+        )
         for index, (layer, was, query) in enumerate(zip(seen, turned, queries, strict=True))
     ]
     rotary = [layer for layer in found if layer.rotates]
@@ -211,6 +228,12 @@ def _natural(config: Any, limit: int | None) -> int | None:
         if one.get("rope_type") in ("longrope", "dynamic") and one.get("original_max_position_embeddings")
     ]
     return min([*first, *([limit] if limit else [])], default=None)
+
+
+def _is_norm(module: nn.Module, hidden_size: int) -> bool:
+    """Whether a module is a norm of hidden states, of whatever class: its only weight is a vector of their size."""
+    weights = dict(module.named_parameters())
+    return "weight" in weights and weights.keys() <= {"weight", "bias"} and weights["weight"].shape == (hidden_size,)
 
 
 def _is_local(rule: Any) -> bool:

@@ -48,6 +48,8 @@ class Layer:
     head_dim: int
     local: bool
     """Its own window hides what is far away, so keeping keys for it is of no use."""
+    norm: nn.Module | None = None
+    """What the hidden states go through before they reach the layer; None: they come as they are."""
 
     def rotate(self, x: Tensor, table: tuple[Tensor, Tensor], numbers: Tensor) -> Tensor:
         """Queries or keys x (N, H, K, head_dim) turned to position numbers (N, K), by the model's own function."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -25,7 +24,8 @@ class Read(nn.Module):
         self.inputs = nn.Linear(width, size, bias=False)
         nn.init.eye_(self.inputs.weight) if width == size else nn.init.xavier_uniform_(self.inputs.weight)
         if config.read == "queries":
-            self.queries = nn.Parameter(torch.randn(config.slots, size) / math.sqrt(size))
+            # Scores of deviation 2 or so: queries that look at everything alike would all read the same, the mean.
+            self.queries = nn.Parameter(2 * torch.randn(config.slots, size))
             self.keys = nn.Linear(size, size, bias=False)
             nn.init.xavier_uniform_(self.keys.weight)
 
@@ -41,20 +41,30 @@ class Read(nn.Module):
 
 
 class Update(nn.Module):
-    """New slots from those before s (N, S, state size) and what was read x (N, S, slot size)."""
+    """New slots from those before s (N, S, state size) and what was read x (N, S, slot size).
+
+    All but the SRU start as averages of s and x, so that what the base's own projections are first given is what they
+    know, hidden states.
+    """
 
     def __init__(self, config: Settings) -> None:
         super().__init__()
         size, self.kind = config.slot_size, config.update
         self.state_size = 2 * size if self.kind == "sru" else size  # SRU's is [h; c], of which h is the slots
         if self.kind == "feedforward":
+            self.keep = nn.Parameter(torch.zeros(size))
             self.inner = nn.Linear(2 * size, 2 * size)
             self.outer = nn.Linear(2 * size, size)
+            nn.init.zeros_(self.outer.weight)
+            nn.init.zeros_(self.outer.bias)
         elif self.kind == "tanh":
             self.A = nn.Linear(size, size, bias=False)
             self.B = nn.Linear(size, size)
+            for weight in (self.A.weight, self.B.weight):
+                weight.data.copy_(torch.eye(size) / 2)
         elif self.kind == "gru":
             self.cell = nn.GRUCell(size, size)
+            nn.init.eye_(self.cell.weight_ih[2 * size :])  # of the candidate
         elif self.kind == "sru":
             from undertow.nn import SRUCell
 
@@ -69,7 +79,8 @@ class Update(nn.Module):
         if self.kind == "held":
             return s
         if self.kind == "feedforward":
-            return s + self.outer(F.gelu(self.inner(torch.cat([s, x], -1))))
+            kept = torch.sigmoid(self.keep) * s + torch.sigmoid(-self.keep) * x
+            return kept + self.outer(F.gelu(self.inner(torch.cat([s, x], -1))))
         if self.kind == "tanh":
             return torch.tanh(self.A(s) + self.B(x))
         N, S, size = x.shape
@@ -85,28 +96,40 @@ class Write(nn.Module):
     """Slots as keys and values of a layer, with a softmax of their own behind a gate that starts closed.
 
     A share of the common softmax would change the base's output even with values of zero; so what the slots add is
-    tanh(gate) * softmax(q k / sqrt(e)) v, one gate a head, zero at the start.
+    tanh(16 gate) * softmax(q k / sqrt(e)) v, one gate a head, zero at the start. One key more, with its value zero, is
+    for queries that none of the slots answers. The base's own projections are given slots as they are given hidden
+    states, normed by the layer's own norm where it has one.
     """
 
     def __init__(self, config: Settings, layer: Layer) -> None:
         super().__init__()
-        size = config.slot_size
-        self.norm = nn.RMSNorm(size, eps=1e-6)
+        size, self.own = config.slot_size, config.projection == "own"
+        if self.own or layer.norm is None:
+            self.norm = nn.RMSNorm(size, eps=1e-6)
         self.gate = nn.Parameter(torch.zeros(layer.heads))
-        if config.projection == "own":
+        if self.own:
             self.keys = nn.Linear(size, layer.key_heads * layer.head_dim, bias=False)
             self.values = nn.Linear(size, layer.key_heads * layer.head_dim, bias=False)
 
     def forward(self, reading: Reading, layer: Layer, query: Tensor, slots: Tensor, scale: float) -> Tensor:
         """What the slots (N, S, slot size) add to attention, given un-rotated queries (N, H, L, head_dim)."""
-        x = self.norm(slots)
-        if hasattr(self, "keys"):
+        norm = self.norm if self.own or layer.norm is None else layer.norm
+        x = norm(slots)
+        if self.own:
             k, v = (p(x).view(*x.shape[:2], layer.key_heads, -1).transpose(1, 2) for p in (self.keys, self.values))
         else:
             k, v = keys_and_values(reading, layer, x)
-        k, v = (layer.repeat(t).to(query.dtype) for t in (k, v))
+        k, v = (F.pad(layer.repeat(t).to(query.dtype), (0, 0, 0, 1)) for t in (k, v))
         out = F.scaled_dot_product_attention(query, k, v, scale=scale)
-        return torch.tanh(self.gate).to(out.dtype)[:, None, None] * out
+        return self.opening().to(out.dtype)[:, None, None] * out
+
+    def opening(self) -> Tensor:
+        """(H,), how far each head's gate is open, from -1 to 1.
+
+        An optimiser like Adam moves a parameter by its learning rate a step, whatever it is: by 0.06 in 60 steps at
+        0.001. A gate has to open in such a time.
+        """
+        return torch.tanh(16 * self.gate)
 
 
 class Worth(nn.Module):
