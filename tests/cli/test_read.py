@@ -296,12 +296,12 @@ def test_a_state_that_cannot_be_written_leaves_the_old_one(
     words = ["read", "my text.txt", "--model", models["srupp"], "--save", "s.state", "--device", "cpu"]
     assert main(words) == 0
     before = Path("s.state").read_bytes()
-    from undertow.train import checkpoint
+    from undertow.data import files
 
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(checkpoint, "_sync", full)
+    monkeypatch.setattr(files, "sync", full)
     assert "No space left on device" in mistake([*words, "--overwrite"], capsys)
     assert Path("s.state").read_bytes() == before
     assert sorted(path.name for path in folder.glob(".*")) == []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from undertow.data import files
 from undertow.train import CheckpointError, checkpoint
 
 
@@ -42,7 +43,7 @@ def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert (tmp_path / "step-00000001" / "w.bin").read_bytes() == b"first"
 
     def stumble() -> None:
-        with checkpoint.atomic_folder(tmp_path / "best") as folder:
+        with files.atomic_folder(tmp_path / "best") as folder:
             (folder / "x").write_text("")
             raise KeyError("not about files")
 
@@ -59,7 +60,7 @@ def test_a_kill_while_a_folder_is_replaced(tmp_path: Path, monkeypatch: pytest.M
         pass
 
     def write(content: str) -> None:
-        with checkpoint.atomic_folder(tmp_path / "best") as folder:
+        with files.atomic_folder(tmp_path / "best") as folder:
             (folder / "x").write_text(content)
 
     write("old")
@@ -78,7 +79,7 @@ def test_a_kill_while_a_folder_is_replaced(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(Kill):
         write("new")
     monkeypatch.undo()
-    checkpoint.recover(tmp_path)
+    files.recover(tmp_path)
     assert (tmp_path / "best" / "x").read_text() == ("new" if moment == "removal" else "old")
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 

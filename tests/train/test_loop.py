@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.train.conftest import close, records, small_config, small_model
-from undertow.data import Document, Stream, TokenStore, byte_tokenizer
+from undertow.data import Document, Stream, TokenStore, byte_tokenizer, files
 from undertow.evaluate import EvalResult, evaluate
 from undertow.train import CheckpointError, TrainConfig, TrainResult, checkpoint, loop, train
 
@@ -552,14 +552,14 @@ def test_gradient_that_is_not_finite_stops_the_run(go: Go) -> None:
 
 
 def test_disk_full_while_saving(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sync = checkpoint._sync
+    sync = files.sync
 
     def full(path: Path) -> None:
         if "unfinished-step-00000006" in str(path):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         sync(path)
 
-    monkeypatch.setattr(checkpoint, "_sync", full)
+    monkeypatch.setattr(files, "sync", full)
     with pytest.raises(OSError, match="No space left on device") as caught:
         go("run")
     assert "step-00000003" in str(caught.value).splitlines()[1]

@@ -353,7 +353,7 @@ def save_state(path: Path, state: Any, mark: Bookmark) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    from undertow.train.checkpoint import atomic_file
+    from undertow.data.files import atomic_file
 
     with atomic_file(path) as unfinished:
         tensors: dict[str, Tensor] = {}

@@ -269,7 +269,7 @@ def adapter_bytes(model: Any) -> int:
 
 def save_untrained(out: Path, model: Any, tokenizer: Any, record: dict[str, Any]) -> None:
     """Write ``best/`` and ``config.yaml`` as a run does, where nothing is trained."""
-    from undertow.train.checkpoint import atomic_folder
+    from undertow.data.files import atomic_folder
     from undertow.train.loop import write_yaml
 
     with atomic_folder(out / "best") as folder:

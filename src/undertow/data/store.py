@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from undertow.data.documents import Document
 from undertow.data.encode import Counts, encode_documents
+from undertow.data.files import sha256, sync
 from undertow.data.tokenizer import is_byte_tokenizer, separator_id, tokenizer_fingerprint
 
 if TYPE_CHECKING:
@@ -184,12 +184,7 @@ class TokenStore:
         Raises:
             ValueError: the contents have changed since the store was made.
         """
-        sha = hashlib.sha256()
-        for name in ("tokens.bin", "documents.bin"):
-            with open(self.path / name, "rb") as file:
-                while block := file.read(1 << 20):
-                    sha.update(block)
-        if sha.hexdigest() != self.content:
+        if _content(self.path) != self.content:
             raise ValueError(f"{self.path}: the token store is damaged (its checksum differs); delete the folder")
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -329,11 +324,6 @@ class _Writer:
             file.flush()
             os.fsync(file.fileno())
             sizes[name] = file.tell()
-        sha = hashlib.sha256()
-        for name in ("tokens.bin", "documents.bin"):
-            with open(self.folder / name, "rb") as done:
-                while block := done.read(1 << 20):
-                    sha.update(block)
         meta = {
             "format": FORMAT,
             "version": VERSION,
@@ -344,7 +334,7 @@ class _Writer:
             "bos_token_id": self.bos_token_id,
             "highest": self.highest,
             "tokenizer": tokenizer,
-            "content": sha.hexdigest(),
+            "content": _content(self.folder),
             "sizes": sizes,
         }
         with open(self.folder / "meta.json", "w", encoding="utf-8") as text:
@@ -357,21 +347,11 @@ class _Writer:
             if not self.path.exists():
                 raise
             raise FileExistsError(f"{self.path} exists already") from error
-        _sync_folder(self.path.parent)
+        sync(self.path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename last through a power cut, where the system can."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+def _content(folder: Path) -> str:
+    return sha256(folder / "tokens.bin", folder / "documents.bin")
 
 
 def iterate_texts(documents: Iterable[Document], progress: Callable[[int], object] | None = None) -> Iterator[str]:

@@ -186,13 +186,15 @@ def dissect(model: Any) -> Anatomy:
         raise UnsuitableBase(f"{kind}: values of another width than keys are not supported")
     if not numbered:
         raise UnsuitableBase(f"{kind} takes no position_ids, so that its positions cannot start anew in every window")
-    parts = ("heads", "key_heads", "head_dim", "local")
     found = [
         Layer(
-            index,
-            layer["module"],
-            not torch.equal(was, query),
-            *(layer[part] for part in parts),
+            index=index,
+            module=layer["module"],
+            rotates=not torch.equal(was, query),
+            heads=layer["heads"],
+            key_heads=layer["key_heads"],
+            head_dim=layer["head_dim"],
+            local=layer["local"],
             norm=norms.get(layer["module"]),
         )
         for index, (layer, was, query) in enumerate(zip(seen, turned, queries, strict=True))

@@ -55,9 +55,10 @@ class RecurrenceConfig:
     slot_size: int | None = None
     """Width of a slot; by default the base's hidden size, which the base's own projections need."""
     update: Update = "feedforward"
-    """How slots s and what was read x become the new slots: feedforward: a s + (1 - a) x + FFN([s; x]), with a trained
-    share a of each channel; tanh: tanh(A s + B x); gru; sru: one step of this library's SRU; held: not at all, the
-    slots stay at their learned start (a prefix: the control that shows what is memory and what is mere training)."""
+    """How slots s and what was read x become the new slots: feedforward: a s + (1 - a) x + FFN([s; x]), normed, with a
+    trained share a of each channel; tanh: tanh(A s + B x); gru; sru: one step of this library's SRU; held: not at all,
+    the slots stay at their learned start (a prefix: the control that shows what is memory and what is mere training).
+    """
     write_layers: list[int] | None = None
     """Layers to which the slots are extra keys and values; by default all above those read."""
     projection: Projection = "base"

@@ -7,7 +7,6 @@ that forbid saving are taken off.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import json
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from undertow.data.cache import cache_folder, lock, sweep, usable_folder
+from undertow.data.files import sha256, sync
 from undertow.retrofit.loading import check_causal, check_complete, first_line, quiet
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def dequantised(path: Path, name: str, cache_dir: str | os.PathLike[str] | None,
     with open(path, "rb") as file:
         if file.read(4) != b"GGUF":
             raise ValueError(f"{name} is not a GGUF file: it does not begin with GGUF")
-    size, digest = path.stat().st_size, _sha256(path)
+    size, digest = path.stat().st_size, sha256(path)
     key = hashlib.sha256(json.dumps([FORMAT, size, digest, transformers.__version__]).encode()).hexdigest()[:16]
     folder = usable_folder(cache_folder(cache_dir) / "bases")
     final = folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', path.stem)[:80]}-{key}"
@@ -240,14 +240,14 @@ def _make_copy(path: Path, name: str, source: dict[str, Any], final: Path, say: 
         }
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         for file in unfinished.iterdir():
-            _sync(file)
-        _sync(unfinished)
+            sync(file)
+        sync(unfinished)
         try:
             unfinished.rename(final)
         except OSError:
             if not (final.exists() and _is_whole(final)):  # no locks on this file system, and another was quicker
                 raise
-        _sync(final.parent)
+        sync(final.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)  # gone already where all went well
 
@@ -260,23 +260,6 @@ def _is_whole(folder: Path) -> bool:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def _sync(path: Path) -> None:
-    with contextlib.suppress(OSError):  # folders cannot be synced everywhere
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _bytes(count: int) -> str:

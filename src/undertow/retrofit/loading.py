@@ -26,7 +26,8 @@ def read_config(source: str, name: str) -> PreTrainedConfig:
     """
     from transformers import AutoConfig
 
-    import undertow.models  # noqa: F401 (lets the Auto classes know ours)
+    import undertow.models
+    import undertow.retrofit.modeling  # noqa: F401 (both let the Auto classes know ours)
 
     hub = source.startswith(HUB_PREFIX)
     try:
@@ -114,7 +115,8 @@ def load_causal_lm(source: str, *, dtype: torch.dtype | None = None) -> PreTrain
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    import undertow.models  # noqa: F401 (lets the Auto classes know ours)
+    import undertow.models
+    import undertow.retrofit.modeling  # noqa: F401 (both let the Auto classes know ours)
 
     hub = source.startswith(HUB_PREFIX)
     place = source.removeprefix(HUB_PREFIX)

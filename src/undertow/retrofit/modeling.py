@@ -14,13 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..models.generation import StatefulGeneration
 from .anatomy import Anatomy, UnsuitableBase, dissect, embedding_weight, eval_mode, plain_base, text_config
 from .attention import Reading, reading_with
 from .cache import RecurrentCache
+from .call import Call, Collected
+from .carry import Carry
 from .config import RecurrenceConfig, Settings
 from .module import Recurrence
 from .windows import Grid, Piece, build_grid, number
@@ -293,60 +295,34 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         recompute: bool,
     ) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
         """All strides of a piece: logits (B, T', V) at the positions kept, summed loss, the next state's tensors."""
-        settings, (B, T), device = self.settings, input_ids.shape, input_ids.device
+        settings, (B, _), device = self.settings, input_ids.shape, input_ids.device
         start = tensors.get("position", torch.zeros(B, dtype=torch.long, device=device))
         piece = Piece.build(start, real, resets, settings.stride)
-        after: Tensor | None = None
-        if settings.policy == "overlap":  # [the state's last C tokens, the piece's real ones], by rank
+        before = None
+        if settings.policy == "overlap":
             before = tensors.get("tokens", torch.zeros(B, settings.stride, dtype=torch.long, device=device))
-            order = (~real).to(torch.uint8).argsort(dim=1, stable=True)
-            after = torch.cat([before, input_ids.gather(1, order)], 1)
-        place = None
-        if kept is not None:
-            place = torch.full((T,), -1, dtype=torch.long, device=device).scatter(
-                0, kept, torch.arange(len(kept), device=device)
-            )
-        out = Collected(kept)
-        nll = torch.zeros((), device=device)
+        call = Call(input_ids, real, targets, kept, before)
+        collected, nll = Collected(kept), torch.zeros((), device=device)
         for first, count in piece.groups(self.side_by_side, settings.reach_back):
             M = _none(tensors.get("memory_real"), (B, 0), torch.bool, device)
             at = _none(tensors.get("memory_position"), (B, 0), torch.long, device)
             grid = build_grid(piece, first, count, start, M, at, settings)
-            own, again = grid.source[:, :, grid.context :].flatten(1), grid.source[:, :, : grid.context].flatten(1)
-            ids = input_ids.gather(1, own).view(B, count, -1)
-            aims = None if targets is None else targets.gather(1, own).view(B, count, -1)
-            if grid.context:
-                assert after is not None
-                ids = torch.cat([after.gather(1, again).view(B, count, -1), ids], 2)
-                aims = None if aims is None else F.pad(aims, (grid.context, 0), value=-100)
-            fresh = torch.cat([torch.zeros_like(grid.real[:, :, : grid.context]), grid.real[:, :, grid.context :]], 2)
-            fresh = fresh.flatten(1)  # (B, n L), tokens that are read for the first time
-            scored = torch.zeros_like(fresh)
-            if aims is not None:
-                aims = aims.flatten(1).masked_fill(~fresh, -100)
-                scored = aims != -100
-            if place is not None:
-                target = F.pad(place[own].view(B, count, -1), (grid.context, 0), value=-1).flatten(1)
-                wanted = fresh & (target >= 0)
-                scored = scored | wanted
-            columns = scored.any(0).nonzero()[:, 0]
-            arguments = (tensors, grid, ids.flatten(1), columns, aims)
+            share = call.share(grid)
+            arguments = (tensors, grid, share.input_ids, share.columns, share.targets, kept is not None)
             if recompute:
-                got = checkpoint(self._read_grid, *arguments, kept is not None, use_reentrant=False)
+                got = checkpoint(self._read_grid, *arguments, use_reentrant=False)
             else:
-                got = self._read_grid(*arguments, kept is not None)
+                got = self._read_grid(*arguments)
             tensors, start = got.tensors, got.tensors["position"]
             if got.nll is not None:
                 nll = nll + got.nll
-            if place is not None and got.logits is not None:
-                out.add(got.logits, wanted[:, columns], target[:, columns])
+            if got.logits is not None:
+                collected.add(got.logits, share.wanted, share.place)
             if (first + count) % settings.reach_back == 0 and torch.is_grad_enabled():
                 tensors = {name: t.detach() for name, t in tensors.items()}
-        if after is not None:
-            last = real.sum(1, keepdim=True) + torch.arange(settings.stride, device=device)
-            tensors = tensors | {"tokens": after.gather(1, last)}
-        tensors.setdefault("position", start)
-        return out.logits(B, self.config.vocab_size, self.dtype, device) if kept is not None else None, nll, tensors
+        tensors = {"position": start} | tensors | call.last(settings.stride)
+        logits = None if kept is None else collected.logits(B, self.config.vocab_size, self.dtype, device)
+        return logits, nll, tensors
 
     def _read_grid(
         self,
@@ -373,7 +349,7 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         if self.recurrence is not None:
             reading.write, reading.term = self.recurrence.add, self.recurrence.term
             if settings.slots:
-                carry = _Carry(self.recurrence, reading, settings)
+                carry = Carry(self.recurrence, reading, settings)
         given: dict[str, Any] = {"attention_mask": torch.ones_like(input_ids), "use_cache": False}
         if self.anatomy.relative:  # a table of rotations, of which attention picks those it wants
             given["position_ids"] = torch.arange(self._numbers, device=input_ids.device)[None]
@@ -395,7 +371,7 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         return _Read(logits if held else None, nll, new)
 
     @contextlib.contextmanager
-    def _listening(self, carry: _Carry | None) -> Iterator[None]:
+    def _listening(self, carry: Carry | None) -> Iterator[None]:
         """Inside, hidden states of the layers read reach the recurrence as soon as they are there."""
         if carry is None or self.settings.update == "held":
             yield
@@ -477,114 +453,6 @@ def _miss_nothing_frozen(model: RecurrentForCausalLM, keys: Any) -> None:
     """An adapter holds what is trained: the rest is with the base, and nothing to warn of (as Trainer would)."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     keys.missing_keys[:] = [name for name in keys.missing_keys if name in trained]
-
-
-class Collected:
-    """Logits of grids, put where the tokens of the piece stand."""
-
-    def __init__(self, kept: Tensor | None) -> None:
-        self.size = 0 if kept is None else len(kept)
-        self.parts: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def add(self, logits: Tensor, real: Tensor, place: Tensor) -> None:
-        """Logits (B, c, V), of which those at `real` (B, c) belong at positions `place` (B, c)."""
-        self.parts.append((logits, real, place))
-
-    def logits(self, B: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(B, T', V); zeros at padding."""
-        if self.parts:
-            place = torch.cat([p for _, _, p in self.parts], 1)
-            real = torch.cat([r for _, r, _ in self.parts], 1)
-            order = torch.arange(self.size, device=device)
-            if place.shape[1] == self.size and bool(real.all()) and bool((place == order).all()):
-                return torch.cat([part for part, _, _ in self.parts], 1) if len(self.parts) > 1 else self.parts[0][0]
-            first = self.parts[0][0]
-            vocabulary, dtype = first.shape[2], first.dtype
-        whole = torch.zeros(B, self.size, vocabulary, dtype=dtype, device=device)
-        for logits, real, place in self.parts:
-            row, column = real.nonzero(as_tuple=True)
-            whole = whole.index_put((row, place[row, column]), logits[row, column])
-        return whole
-
-
-class _Carry:
-    """Hidden states in, slots out, during one call of the base."""
-
-    def __init__(self, recurrence: Recurrence, reading: Reading, settings: Settings) -> None:
-        self.recurrence, self.reading, self.settings = recurrence, reading, settings
-        grid, tensors = reading.grid, reading.memory
-        B, n, _ = grid.size
-        state = tensors.get("slots")
-        self.before = recurrence.start(B) if state is None else state
-        self.heard: dict[int, Tensor] = {}
-        self.done: tuple[Tensor, dict[str, Tensor]] | None = None
-        if n == 1 or settings.update == "held":  # known before the base runs
-            reading.slots, _ = recurrence.scan(lambda i: None, self.before, grid.fresh, grid.fresh)
-
-    def hear(self, layer: int) -> Any:
-        """The hook of a layer that is read."""
-
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self.heard[layer] = output if isinstance(output, Tensor) else output[0]
-            if len(self.heard) == len(self.settings.read_layers) and self.reading.grid.size[1] > 1:
-                slots = self._update()
-                self.reading.slots = self.reading.slots if self.settings.update == "held" else slots
-
-        return hook
-
-    def after(self) -> dict[str, Tensor]:
-        """The recurrence's part of the next state."""
-        if self.done is None:
-            self._update()
-        assert self.done is not None
-        return {"slots": self.done[0], **self.done[1]}
-
-    def _update(self) -> Tensor:
-        """(B, n, S, state size), the slots that each step reads."""
-        grid, C = self.reading.grid, self.settings.stride
-        B, n, _ = grid.size
-        ends = grid.ends(C)
-        if self.settings.update == "held":
-            slots, last = self.recurrence.scan(lambda i: None, self.before, grid.fresh, ends)
-            self.done = last, {}
-            return slots
-        hidden = torch.cat([self.heard[i] for i in self.settings.read_layers], -1)
-        hidden = hidden.view(B, n, -1, hidden.shape[-1])[:, :, grid.context :]  # (B, n, L', r d)
-        buffer = self.reading.memory.get("read")
-        if n == 1:
-            hidden = self._go_on(hidden[:, 0], buffer)[:, None]
-        done = ends.any(0).tolist()
-        pooled: Tensor | None = None
-        if any(done):
-            pooled = self.recurrence.read(hidden[:, :, :C].flatten(0, 1))
-            pooled = pooled.view(B, n, *pooled.shape[1:])
-        slots, last = self.recurrence.scan(
-            lambda i: pooled[:, i] if pooled is not None and done[i] else None, self.before, grid.fresh, ends
-        )
-        width = int((grid.end[:, -1] % C).max())
-        left: dict[str, Tensor] = {}
-        if width:
-            step = (grid.busy.sum(1) - 1).clamp(min=0)
-            own = hidden[torch.arange(B, device=hidden.device), step][:, :width]
-            own = F.pad(own, (0, 0, 0, width - own.shape[1]))
-            if n > 1 and buffer is not None:  # rows that had no more to read
-                old = F.pad(buffer, (0, 0, 0, max(0, width - buffer.shape[1])))[:, :width]
-                own = torch.where(grid.busy.any(1)[:, None, None], own, old.to(own.dtype))
-            left["read"] = own
-        self.done = last, left
-        return slots
-
-    def _go_on(self, own: Tensor, buffer: Tensor | None) -> Tensor:
-        """Hidden states of the stride so far: those of earlier pieces, and own ones (B, L, r d) from there on."""
-        grid, C = self.reading.grid, self.settings.stride
-        offset, real = grid.begin % C, grid.real[:, 0, grid.context :]
-        width = int((offset + real.sum(1, keepdim=True)).max())
-        whole = own.new_zeros(own.shape[0], width + 1, own.shape[2])
-        if buffer is not None:
-            size = min(width, buffer.shape[1])
-            whole = torch.cat([buffer[:, :size].to(own.dtype), whole[:, size:]], 1)
-        place = torch.where(real, offset + torch.arange(own.shape[1], device=own.device), width)
-        return whole.scatter(1, place[:, :, None].expand_as(own), own)[:, :width]
 
 
 def _recomputes(base: Any) -> bool:
@@ -728,3 +596,7 @@ def _check_identity(model: RecurrentForCausalLM) -> None:
         raise UnsuitableBase(
             f"{kind} does something in its attention that this library does not know: its logits are {off:.2g} apart"
         )
+
+
+AutoConfig.register(RecurrentConfig.model_type, RecurrentConfig)
+AutoModelForCausalLM.register(RecurrentConfig, RecurrentForCausalLM)

@@ -79,8 +79,9 @@ class Update(nn.Module):
         if self.kind == "held":
             return s
         if self.kind == "feedforward":
-            kept = torch.sigmoid(self.keep) * s + torch.sigmoid(-self.keep) * x
-            return kept + self.outer(F.gelu(self.inner(torch.cat([s, x], -1))))
+            a = torch.sigmoid(self.keep)
+            s = a * s + (1 - a) * x + self.outer(F.gelu(self.inner(torch.cat([s, x], -1))))
+            return F.rms_norm(s, s.shape[-1:], eps=1e-6)  # however long the text, slots stay as large as they are
         if self.kind == "tanh":
             return torch.tanh(self.A(s) + self.B(x))
         N, S, size = x.shape

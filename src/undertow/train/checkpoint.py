@@ -7,20 +7,18 @@ folder is renamed and its parent synced: a kill at any moment leaves the checkpo
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from undertow.data.files import atomic_folder, sha256
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d+)$")
-_UNFINISHED = ".unfinished-"
 
 
 class CheckpointError(ValueError):
@@ -62,87 +60,13 @@ def save(
         for name, write in writers.items():
             write(unfinished / name)
         files = {
-            path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(unfinished.iterdir())
+            path.name: {"size": path.stat().st_size, "sha256": sha256(path)} for path in sorted(unfinished.iterdir())
         }
         manifest = {"format": FORMAT, "step": step, "files": files, **facts}
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     for old in steps_in(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return folder / f"step-{step:08d}"
-
-
-@contextlib.contextmanager
-def atomic_folder(final: Path) -> Iterator[Path]:
-    """Make the folder ``final`` all at once, replacing one that is there.
-
-    Gives a folder beside it to write into. When the block ends well, its files are synced and it takes the final
-    name; when it raises, it is removed and ``final`` is as it was. Replacing takes two renames: after a kill between
-    them the old folder is found under ``.replaced-NAME``, and :func:`recover` puts it back.
-
-    Raises:
-        OSError: with the path and reason; libraries that write files report a full disk in errors of their own
-            kinds, which are turned into this one.
-    """
-    final.parent.mkdir(parents=True, exist_ok=True)
-    recover(final.parent)
-    unfinished = final.parent / f"{_UNFINISHED}{final.name}"
-    unfinished.mkdir()
-    try:
-        yield unfinished
-        for path in sorted(unfinished.rglob("*")):
-            _sync(path)
-        _sync(unfinished)
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        _raise_as_write_error(error, final)
-        raise
-    if final.exists():
-        replaced = final.parent / f".replaced-{final.name}"
-        final.rename(replaced)
-        unfinished.rename(final)
-        _sync(final.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-    else:
-        unfinished.rename(final)
-        _sync(final.parent)
-
-
-@contextlib.contextmanager
-def atomic_file(final: Path) -> Iterator[Path]:
-    """Make the file ``final`` all at once, replacing one that is there.
-
-    Gives the path of a file beside it to write. When the block ends well, it is synced and takes the final name; when
-    it raises, it is removed and ``final`` is as it was.
-
-    Raises:
-        OSError: with the path and reason, whatever the library that writes makes of a full disk.
-    """
-    unfinished = final.parent / f"{_UNFINISHED}{final.name}"
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        yield unfinished
-        _sync(unfinished)
-    except BaseException as error:
-        unfinished.unlink(missing_ok=True)
-        _raise_as_write_error(error, final)
-        raise
-    unfinished.replace(final)
-    _sync(final.parent)
-
-
-def recover(folder: Path) -> None:
-    """Clear away what a killed writer left in ``folder``; nothing that was ever whole is lost."""
-    if not folder.is_dir():
-        return
-    for path in list(folder.iterdir()):
-        if path.name.startswith(_UNFINISHED):
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name.startswith(".replaced-"):
-            final = folder / path.name.removeprefix(".replaced-")
-            if final.exists():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.rename(final)
 
 
 def check(path: Path) -> dict[str, Any]:
@@ -170,7 +94,7 @@ def check(path: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"checkpoint {path} is cut short: {name} has {file.stat().st_size} bytes of {facts['size']}"
             )
-        if _sha256(file) != facts["sha256"]:
+        if sha256(file) != facts["sha256"]:
             raise CheckpointError(f"checkpoint {path} is damaged: the content of {name} has changed")
     return dict(manifest)
 
@@ -215,37 +139,3 @@ def offer(folder: Path, bad: Path) -> str:
     if before is None:
         return "it was left as it is; there is no good checkpoint before it"
     return f"it was left as it is; the one before it is good: --resume {before.name}"
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _by_parts(file)
-
-
-def _by_parts(file: Any) -> str:  # Python 3.10
-    digest = hashlib.sha256()
-    while part := file.read(1 << 20):
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def _raise_as_write_error(error: BaseException, final: Path) -> None:
-    if isinstance(error, OSError) or _is_write_error(error):
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-        raise OSError(f"could not write {final}: {reason}") from error
-
-
-def _is_write_error(error: BaseException) -> bool:
-    """Whether a library's own error stands for one of the operating system."""
-    text = f"{type(error).__name__} {error}"
-    return isinstance(error, Exception) and any(
-        sign in text for sign in ("SafetensorError", "PytorchStreamWriter", "No space left", "os error", "I/O error")
-    )

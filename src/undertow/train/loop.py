@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
+from undertow.data.files import atomic_folder, recover
 from undertow.evaluate.evaluator import EvalResult, evaluate
 from undertow.evaluate.protocol import carries_state, fingerprint, load_state, read, token_nll, unwrap
 from undertow.train import checkpoint
@@ -449,7 +450,7 @@ class _Run:
         self.talk.line(f"step {self.step}  valid {bits:.4f} bits/{unit}{'  best so far' if better else ''}")
 
     def _save_best(self) -> None:
-        with checkpoint.atomic_folder(self.out / "best") as folder, silent_bars():
+        with atomic_folder(self.out / "best") as folder, silent_bars():
             self.plain.save_pretrained(folder)  # type: ignore[operator]
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
@@ -600,7 +601,7 @@ class _Run:
                     path = self.out / part
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             self.out.mkdir(parents=True, exist_ok=True)
-            checkpoint.recover(self.out)
+            recover(self.out)
             write_yaml(self.out / "config.yaml", self.record)
             path = self.out / "metrics.jsonl"
             if resume:
@@ -613,7 +614,7 @@ class _Run:
     def _resume(self, which: str | None) -> None:
         folder = self.out / "checkpoints"
         if self.main:
-            checkpoint.recover(folder)
+            recover(folder)
         self.accelerator.wait_for_everyone()
         path, manifest = checkpoint.choose(folder, which)
         changed = self._fits(path, manifest)
