@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .config import Settings
-from .selection import attend, softmax
+from .selection import attend, softmax, weigh
 from .windows import Grid, in_window, number
 
 NAME = "undertow"
@@ -188,7 +188,8 @@ def attention(
     if reading.config.selected and not layer.local:
         out = attend(reading, layer, q, (K, V, allowed), (all_key, all_value), scale, softcap, dropout)
     elif softcap is not None:
-        out = F.dropout(softmax(q, layer.repeat(K), allowed, scale, softcap).to(q.dtype), dropout) @ layer.repeat(V)
+        weights = softmax(q.unflatten(1, (layer.key_heads, -1)), K, allowed, scale, softcap)
+        out = weigh(F.dropout(weights.to(q.dtype), dropout), V)
     else:
         K, V = layer.repeat(K), layer.repeat(V)
         out = F.scaled_dot_product_attention(q, K, V, allowed, dropout_p=dropout, scale=scale)

@@ -30,7 +30,7 @@ class RecurrentCache(State):
             `position` (B,): text position of the next token, 0 where a document is to start;
             `memory_real` (B, M) bool, `memory_position` (B, M): which remembered keys are there, and from where;
             `I.keys`, `I.values` (B, key heads, M, head_dim): those of layer I, un-rotated;
-            `I.mass`, `I.taken`, `I.kept_...`: selected keys, see `undertow.retrofit.attention.Selection`;
+            `I.received`, `I.taken`, `I.kept_...`: selected keys, see `undertow.retrofit.selection`;
             `slots` (B, S, state size); `read` (B, R, r d): hidden states of the stride so far;
             `tokens` (B, C): ids of the last stride, which overlapping windows read again;
             `tail` (B, up to 8): the token ids last read, by which `generate` tells a whole text from its continuation.

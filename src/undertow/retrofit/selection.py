@@ -99,7 +99,7 @@ def attend(
     Args:
         reading: the call.
         layer: the layer.
-        query: (B n, H, L, e), rotated.
+        query: (B n, H, L, e), rotated; its H = h g heads lie in groups of g, each with a key head.
         windows: keys (rotated) and values (B n, h, P + L, e) of each step's window, and which a query sees
             (B n, 1, L, P + L).
         sources: all there is, un-rotated keys and values (B, h, M + n L, e): the memory's and the call's.
@@ -114,6 +114,7 @@ def attend(
     (B, n, L), all_key = grid.size, sources[0]
     h, M = layer.key_heads, all_key.shape[2] - n * L
     q, K, V, allowed = (x.unflatten(0, (B, n)) for x in (query, *windows))
+    q = q.unflatten(2, (h, -1))  # (B, n, h, g, L, e)
     kept = Kept.of(memory, name, all_key, settings.selected)
     received, taken = memory.get(name + "received"), memory.get(name + "taken")
     if received is None or taken is None:
@@ -129,12 +130,12 @@ def attend(
         place = torch.cat([past, every[M + i * L : M + (i + 1) * L].expand(B, L)], 1)[:, None].expand(B, h, -1)
         keys, values, seen = _join(reading, layer, i, kept, K[:, i], V[:, i], allowed[:, i], taken.gather(2, place))
         term = reading.term(layer, kept.keys, kept.values)  # (B, h, S)
-        weights = softmax(q[:, i], keys, seen, scale, softcap, term)  # (B, H, L, S + P + L)
+        weights = softmax(q[:, i], keys, seen, scale, softcap, term)  # (B, h, g, L, S + P + L)
         with torch.no_grad():
             got = _received(grid, i, kept, weights, reading)
             kept.received = torch.where(kept.real, kept.received, 0) + got[..., : settings.selected]
             received = received.scatter_add(2, place, got[..., settings.selected :])
-        out.append(F.dropout(weights.to(values.dtype), dropout) @ values)
+        out.append(weigh(F.dropout(weights.to(values.dtype), dropout), values))
         if ended[i]:
             kept, received, taken = _choose(reading, layer, i, kept, sources, received, taken, ends[:, i])
     index = grid.kept
@@ -155,8 +156,8 @@ def _join(
     allowed: Tensor,
     taken: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Kept keys and values before those of the window, one a query head, and which of them a query sees."""
-    (B, h, S, e), H = kept.keys.shape, layer.heads
+    """Kept keys and values before those of the window, (B, h, S + P + L, e), and which a query sees, (B, h, L, …)."""
+    B, h, S, e = kept.keys.shape
     keys, values, real = kept.keys, kept.values, kept.real
     table = reading.tables.get(layer.index)
     if table is not None:
@@ -167,32 +168,50 @@ def _join(
         keys, values, real = (t.roll(1, 0) for t in (keys, values, real))
     keys, values = torch.cat([keys.to(K.dtype), K], 2), torch.cat([values.to(V.dtype), V], 2)
     filled = reading.grid.real[:, i, None, :, None]  # a column without a token sees itself alone
-    seen = torch.cat([(real[:, :, None] & filled), allowed & ~taken[:, :, None]], 3)  # (B, h, L, S + P + L)
-    return layer.repeat(keys), layer.repeat(values), seen.repeat_interleave(H // h, 1)
+    seen = torch.cat([(real[:, :, None] & filled), allowed & ~taken[:, :, None]], 3)
+    return keys, values, seen
 
 
 def softmax(
     q: Tensor, k: Tensor, seen: Tensor, scale: float, softcap: float | None, term: Tensor | None = None
 ) -> Tensor:
-    """Softmax over keys (N, H, L, K), in float32 or wider; a term (N, h, S) joins the scores of the first S."""
-    scores = (q @ k.transpose(2, 3)) * scale
+    """Attention weights, in float32 or wider.
+
+    Args:
+        q: (N, h, g, L, e), queries of g heads for each of the h key heads.
+        k: (N, h, K, e)
+        seen: (N, h or 1, L, K) bool.
+        scale: of the scores.
+        softcap: see `undertow.retrofit.attention`.
+        term: (N, h, S), joins the scores of the first S keys.
+
+    Returns:
+        (N, h, g, L, K)
+    """
+    scores = (((q * scale).flatten(2, 3)) @ k.mT).unflatten(2, q.shape[2:4])
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if term is not None:
-        S, times = term.shape[2], q.shape[1] // term.shape[1]
-        more = term.repeat_interleave(times, 1)[:, :, None].to(scores.dtype)
-        scores = torch.cat([scores[..., :S] + more, scores[..., S:]], 3)
-    return scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~seen, -math.inf).softmax(-1)
+        more = F.pad(term, (0, k.shape[2] - term.shape[2])).to(scores.dtype)
+        scores = scores + more[:, :, None, None]
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores.masked_fill(~seen[:, :, None], -math.inf).softmax(-1)
+
+
+def weigh(weights: Tensor, values: Tensor) -> Tensor:
+    """Values (N, h, K, e) by attention weights (N, h, g, L, K): (N, h g, L, e)."""
+    out = weights.flatten(2, 3) @ values  # (N, h, g L, e)
+    return out.unflatten(2, weights.shape[2:4]).flatten(1, 2)
 
 
 def _received(grid: Grid, i: int, kept: Kept, weights: Tensor, reading: Reading) -> Tensor:
-    """(B, h, S + P + L): attention (B, H, L, S + P + L) that each key received from queries that are far enough."""
+    """(B, h, S + P + L): attention (B, h, g, L, S + P + L) that keys received from queries that are far enough."""
     B, h, S = kept.position.shape
     window = torch.cat([grid.past_position[:, i], grid.position[:, i]], 1)[:, None].expand(B, h, -1)
     positions = torch.cat([kept.position.roll(1, 0) if reading.swap else kept.position, window], 2)
     far = grid.position[:, i, None, :, None] - positions[:, :, None] >= reading.config.selected_distance
     far = far & grid.real[:, i, None, :, None]  # (B, h, L, S + P + L)
-    got = (weights.unflatten(1, (h, -1)).sum(2) * far).sum(2).to(kept.received.dtype)
+    got = (weights.sum(2) * far).sum(2).to(kept.received.dtype)
     return torch.cat([got[..., :S].roll(-1, 0), got[..., S:]], 2) if reading.swap else got
 
 
