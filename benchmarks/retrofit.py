@@ -31,6 +31,7 @@ RUNS = {
     "sliding": "--recurrence.policy sliding --recurrence.window {N} --recurrence.slots 0",
     "everything": "--recurrence.policy sliding --recurrence.window 2048 --recurrence.stride 128 --recurrence.slots 0",
     "select": "--recurrence.window {H} --recurrence.selected {H} --recurrence.slots 0",
+    "recall": "--recurrence.window {H} --recurrence.selected {H} --recurrence.slots 0 --recurrence.selected_rank 8",
     "learned": "--recurrence.window {H} --recurrence.selected {H} --recurrence.selected_by learned "
     "--recurrence.slots 0",
     "both": "--recurrence.window {H} --recurrence.selected {Q} --recurrence.slots 16",

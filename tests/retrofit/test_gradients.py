@@ -244,10 +244,12 @@ def test_every_weight_of_the_module_trains(read, update):
 
 
 def test_what_a_trained_selection_adds_trains():
-    wrapper = make("gemma3", policy="sliding", window=8, stride=4, selected=3, selected_by="learned", slots=0)
+    wrapper = make(
+        "gemma3", policy="sliding", window=8, stride=4, selected=3, selected_by="learned", selected_rank=2, slots=0
+    )
     _, grads = gradients(wrapper, tokens(2, 40))
     module = {n: g for n, g in grads.items() if n.startswith("recurrence.")}
-    assert module
+    assert {name.split(".")[1] for name in module} == {"worth", "recall"}
     assert all(g.abs().max() > 0 for g in module.values())
 
 

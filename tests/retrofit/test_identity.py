@@ -307,3 +307,21 @@ def test_how_a_stride_is_pooled():
             scores = read.queries @ read.keys(x).mT / 32**0.5
             want = scores.softmax(-1) @ x
         close(read(h), want, 1e-9)
+
+
+@torch.no_grad()
+def test_kept_keys_are_read_through_a_map_that_starts_as_an_identity():
+    base, ids = zoo.base("llama", torch.float64), tokens(2, 40)
+    same = {"policy": "sliding", "window": 8, "stride": 4, "selected": 4, "slots": 0}
+    plain, mapped = zoo.wrap(base, **same), zoo.wrap(base, opened=False, **same, selected_rank=2)
+    assert torch.equal(mapped(ids).logits, plain(ids).logits)
+    recall = mapped.recurrence.recall["1"]
+    recall.B[0].normal_()  # of the keys
+    k, v = torch.randn(2, 2, 3, 8, dtype=torch.float64), torch.randn(2, 2, 3, 8, dtype=torch.float64)
+    keys, values = recall(k, v)
+    close(keys, torch.stack([k[:, h] + k[:, h] @ recall.A[0, h] @ recall.B[0, h] for h in range(2)], 1), 1e-12)
+    assert torch.equal(values, v)
+    got, before = mapped(ids).logits, plain(ids).logits
+    first = 8 + 4  # while nothing has left the window, nothing is recalled
+    assert torch.equal(got[:, :8], before[:, :8])
+    assert (got[:, first:] - before[:, first:]).abs().max() > 1e-6

@@ -45,6 +45,7 @@ def settings(draw, name, slots=None, selected=None):
         chosen["selected"] = draw(st.integers(0, 3)) if selected is None else selected
         chosen["selected_distance"] = draw(st.none() | st.integers(0, window - stride))
         chosen["selected_by"] = draw(st.sampled_from(["attention", "attention", "learned", "chance"]))
+        chosen["selected_rank"] = draw(st.sampled_from([0, 0, 2]))
     if chosen["slots"]:
         reads = ["queries"] if chosen["slots"] > stride else ["queries", "mean", "last"]
         chosen |= {"read": draw(st.sampled_from(reads)), **draw(st.sampled_from(LAYERS))}

@@ -22,7 +22,7 @@ SELECTED = {"selected": 3, "selected_distance": 2}
 STATES = {
     "sliding, slots": ("llama", {**SLIDING, "slots": 2}),
     "sliding, selected": ("neox", {**SLIDING, **SELECTED, "slots": 0}),
-    "sliding, both": ("gemma3", {**SLIDING, **SELECTED, "slots": 2, "selected_by": "learned"}),
+    "sliding, both": ("gemma3", {**SLIDING, **SELECTED, "slots": 2, "selected_by": "learned", "selected_rank": 2}),
     "disjoint, read above": ("gpt2", {**DISJOINT, "slots": 2, "read_layers": [3], "write_layers": [0]}),
     "overlap, own projection": ("llama", {**OVERLAP, "slots": 2, "projection": "own", "slot_size": 12}),
     "overlap, no memory": ("gpt2", {**OVERLAP, "slots": 0}),

@@ -28,7 +28,7 @@ PIECE = 512
 """Tokens read at a time."""
 
 _META = "undertow_reading"
-_BATCH = 1 << 16  # characters tokenised at a time
+_BATCH = 1 << 14  # characters tokenised at a time
 
 
 @dataclass

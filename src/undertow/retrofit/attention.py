@@ -81,6 +81,8 @@ class Reading:
     """What the slots add to a layer's attention: given queries (B n, H, L, head_dim), the same shape or None."""
     term: Callable[[Layer, Tensor, Tensor], Tensor | None] = lambda layer, keys, values: None
     """What a trained selection thinks of kept keys and values (B, h, S, head_dim): (B, h, S) or None."""
+    recalled: Callable[[Layer, Tensor, Tensor], tuple[Tensor, Tensor]] = lambda layer, keys, values: (keys, values)
+    """Kept keys, un-rotated, and values (B, h, S, head_dim) as they are read."""
     swap: bool = False
     """Read the selected keys of the row before (a control)."""
     left: dict[str, Tensor] = field(default_factory=dict)

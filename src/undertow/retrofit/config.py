@@ -42,6 +42,9 @@ class RecurrenceConfig:
     selected_by: SelectedBy = "attention"
     """attention: those stay that received the most; needs no training. learned: a trained term joins in, which also
     weighs kept keys in attention, and starts at zero. chance: any (the control that shows what choosing is worth)."""
+    selected_rank: int = 0
+    """Kept keys and values are read through trained maps, x + x A B, of this rank, of each key head: what is recalled
+    may be something else than what is close by. They start as identities; 0: none."""
     selected_decay: float = 0.9
     """What attention received counts after another 128 positions, beside newly received attention."""
     selected_distance: int | None = None
@@ -77,7 +80,7 @@ class RecurrenceConfig:
                 continue
             if value not in get_args(choices):
                 raise ValueError(f"{name} should be one of {', '.join(get_args(choices))}, not {value!r}")
-        least = {"sinks": 0, "slots": 0, "selected": 0, "selected_distance": 0}
+        least = {"sinks": 0, "slots": 0, "selected": 0, "selected_rank": 0, "selected_distance": 0}
         for name in ("window", "stride", "reach", "slot_size", "bptt", *least):
             value = getattr(self, name)
             optional = name in ("stride", "reach", "slot_size", "selected_distance")
@@ -219,7 +222,7 @@ class Settings(RecurrenceConfig):
     @property
     def trains(self) -> bool:
         """Whether there is a module to train."""
-        return self.slots > 0 or (self.selected > 0 and self.selected_by == "learned")
+        return self.slots > 0 or (self.selected > 0 and (self.selected_by == "learned" or self.selected_rank > 0))
 
     @property
     def reach_back(self) -> int:

@@ -347,7 +347,8 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         reading = Reading(grid, settings, tensors, swap=self.swap_states)
         carry = None
         if self.recurrence is not None:
-            reading.write, reading.term = self.recurrence.add, self.recurrence.term
+            module = self.recurrence
+            reading.write, reading.term, reading.recalled = module.add, module.term, module.recalled
             if settings.slots:
                 carry = Carry(self.recurrence, reading, settings)
         given: dict[str, Any] = {"attention_mask": torch.ones_like(input_ids), "use_cache": False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -150,13 +151,30 @@ class Worth(nn.Module):
         return (x * self.weight[:, None]).sum(-1) + self.bias[:, None]
 
 
+class Recall(nn.Module):
+    """Maps x + x A B through which a layer reads its kept keys and values; identities at the start, where B is zero."""
+
+    def __init__(self, layer: Layer, rank: int) -> None:
+        super().__init__()
+        size = 2, layer.key_heads, layer.head_dim, rank  # keys, values
+        self.A = nn.Parameter(torch.randn(size) / math.sqrt(layer.head_dim))
+        self.B = nn.Parameter(torch.zeros(size).mT.contiguous())
+
+    def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, un-rotated, and values (B, h, S, e)."""
+        keys, values = (x + x.to(a.dtype) @ a @ b for x, a, b in zip((keys, values), self.A, self.B, strict=True))
+        return keys, values
+
+
 class Recurrence(nn.Module):
-    """Read, update, write; the slots that a document starts with; and what a trained selection adds."""
+    """Read, update, write; the slots that a document starts with; and what is trained of a selection."""
 
     def __init__(self, config: Settings, anatomy: Anatomy) -> None:
         super().__init__()
         learned = config.selected > 0 and config.selected_by == "learned"
         self.worth = nn.ModuleDict({str(x.index): Worth(x) for x in anatomy.layers if learned and not x.local})
+        rank = config.selected_rank if config.selected else 0
+        self.recall = nn.ModuleDict({str(x.index): Recall(x, rank) for x in anatomy.layers if rank and not x.local})
         self.write = nn.ModuleDict()
         if not config.slots:
             return
@@ -183,6 +201,11 @@ class Recurrence(nn.Module):
         """What a trained selection adds to the scores of a layer's kept keys, (B, h, S)."""
         name = str(layer.index)
         return self.worth[name](keys, values) if name in self.worth else None
+
+    def recalled(self, layer: Layer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's kept keys and values (B, h, S, e) as they are read."""
+        name = str(layer.index)
+        return self.recall[name](keys, values) if name in self.recall else (keys, values)
 
     def scan(
         self, pooled: Callable[[int], Tensor | None], slots: Tensor, fresh: Tensor, ends: Tensor

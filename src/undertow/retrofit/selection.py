@@ -158,7 +158,8 @@ def _join(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Kept keys and values before those of the window, (B, h, S + P + L, e), and which a query sees, (B, h, L, …)."""
     B, h, S, e = kept.keys.shape
-    keys, values, real = kept.keys, kept.values, kept.real
+    keys, values = reading.recalled(layer, kept.keys, kept.values)
+    real = kept.real
     table = reading.tables.get(layer.index)
     if table is not None:
         begin = reading.grid.begin[:, i, None, None].expand(B, h, 1).flatten(0, 1)
