@@ -735,9 +735,6 @@ def _accelerator(config: TrainConfig, out: Path) -> Accelerator:
         raise ValueError(f"device should be cpu or cuda, not {device!r}")
     if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("device cuda was asked for, and torch finds no CUDA device")
-    # The process group that Accelerate opens lasts as long as the process, for the next run in it. Every rank has to
-    # close it before the interpreter goes: its threads outlive that otherwise, and now and then abort the process.
-    atexit.register(_close_process_group)
     return Accelerator(
         cpu=device == "cpu",
         mixed_precision="no",  # autocast is put around the forward pass here, where it is seen
@@ -748,7 +745,13 @@ def _accelerator(config: TrainConfig, out: Path) -> Accelerator:
     )
 
 
+@atexit.register
 def _close_process_group() -> None:
+    """What Accelerate opened lasts as long as the process, for the next run in it.
+
+    Every rank has to close it before the interpreter goes: its threads outlive that otherwise, and now and then abort
+    the process.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
