@@ -176,3 +176,50 @@ def test_damaged_adapters_are_told(model, tmp_path, change):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=r"config\.json"):
         undertow.load_recurrent(tmp_path, model.base)
+
+
+@pytest.mark.parametrize("bad", [
+    {"input_ids": [[1, 2, 3]]}, {"input_ids": None}, {"attention_mask": [[1] * 20] * 2},
+])  # fmt: skip
+def test_what_is_no_tensor_is_named(model, text, bad):
+    with pytest.raises(TypeError, match=next(iter(bad))):
+        model(**{"input_ids": text[:, :20], **bad})
+
+
+@pytest.mark.parametrize("value", [-1e9, 0.5])
+def test_masks_to_be_added_to_scores_are_refused(model, text, value):
+    mask = torch.zeros(len(text), text.shape[1])
+    mask[:, 0] = value
+    with pytest.raises(ValueError, match="attention_mask must be 1 at tokens"):
+        model(text, attention_mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_token_ids_may_be_integers_of_any_width(model, text, dtype):
+    assert torch.equal(model(text.to(dtype)).logits, model(text).logits)
+
+
+def test_a_base_that_is_not_finite_is_told():
+    base = zoo.base("llama")
+    with torch.no_grad():
+        base.model.layers[1].self_attn.v_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="not finite"):
+        undertow.add_recurrence(base, undertow.RecurrenceConfig(window=8))
+
+
+@pytest.mark.parametrize("update", ["feedforward", "tanh", "gru", "sru"])
+@pytest.mark.parametrize("projection", ["base", "own"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_module_may_be_wider_than_its_base(text, name, projection, update):
+    """A frozen base in bfloat16 under a module that trains in float32."""
+    selected = {"selected": 4, "selected_rank": 2} if name == "llama" else {}
+    config = undertow.RecurrenceConfig(window=8, slots=4, projection=projection, update=update, **selected)
+    model = undertow.add_recurrence(zoo.base(name), config)
+    for p in model.recurrence.parameters():
+        torch.nn.init.normal_(p, std=0.1) if p.ndim > 1 else torch.nn.init.constant_(p, 0.1)
+    expected = model(text, labels=text)
+    model.base.to(torch.bfloat16)
+    got = model(text, labels=text)
+    got.loss.backward()
+    assert torch.isclose(got.loss, expected.loss, rtol=0.05)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.recurrence.parameters())

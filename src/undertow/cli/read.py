@@ -314,7 +314,8 @@ def _pieces(ids: Iterable[NDArray[Any]], first: int | None, window: int) -> Iter
 
 def model_fingerprint(model: Any) -> str:
     """Of all weights."""
-    from undertow.evaluate.protocol import fingerprint, unwrap
+    from undertow.evaluate.protocol import unwrap
+    from undertow.models.state import fingerprint
 
     return fingerprint(dict(unwrap(model).named_parameters()))
 
@@ -371,7 +372,7 @@ def _digest(tensors: dict[str, Tensor], meta: dict[str, str]) -> str:
     """Of a state as its file has it, without the bookmark."""
     import hashlib
 
-    from undertow.evaluate.protocol import fingerprint
+    from undertow.models.state import fingerprint
 
     others = sorted(item for item in meta.items() if item[0] != _META)
     return hashlib.blake2b(f"{fingerprint(tensors)} {others}".encode(), digest_size=16).hexdigest()

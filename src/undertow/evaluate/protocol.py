@@ -12,10 +12,9 @@ logits at once, returns ``.logits`` None with it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,16 +99,6 @@ def load_state(model: nn.Module, path: str | os.PathLike[str]) -> Any:
     if not carries_state(plain):
         raise ValueError(f"{type(plain).__name__} carries no state, so {path} cannot be one of its states")
     return type(plain.new_cache()).load(path, plain).to(next(plain.parameters()).device)
-
-
-def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """A hexadecimal digest of names, dtypes, shapes and contents."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        tensor = tensors[name].detach()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def token_nll(logits: Tensor, targets: Tensor) -> Tensor:

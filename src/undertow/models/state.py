@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,3 +63,14 @@ class State(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions given so far, padding included."""
         return self.seen_tokens
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """A hexadecimal digest of names, dtypes, shapes and contents."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        # Cloned: a single element may be "contiguous" with any stride, and then has no view as bytes.
+        flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

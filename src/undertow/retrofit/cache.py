@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..models.state import State
+from ..models.state import State, fingerprint
 
 _TAIL = 8  # token ids remembered to recognise a text by
 _META = "undertow_recurrent_state"
@@ -118,7 +117,7 @@ class RecurrentCache(State):
             OSError: it could not be written.
         """
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.tensors.items()}
-        meta = {"fits": self.fits, "seen_tokens": self.seen_tokens, "digest": _digest(tensors)}
+        meta = {"fits": self.fits, "seen_tokens": self.seen_tokens, "digest": fingerprint(tensors)}
         try:
             save_file(tensors, path, {_META: json.dumps(meta)})
         except SafetensorError as error:
@@ -148,7 +147,7 @@ class RecurrentCache(State):
         ):
             raise ValueError(f"{path} is damaged: what it says of itself is not of a state")
         _check_fits(str(path), meta["fits"], fits)
-        if meta.get("digest") != _digest(tensors):
+        if meta.get("digest") != fingerprint(tensors):
             raise ValueError(f"{path} is damaged: its content is not what was saved")
         state.tensors = {name: tensor.to(place) for name, tensor in tensors.items()}
         state.seen_tokens = meta["seen_tokens"]
@@ -161,17 +160,6 @@ class RecurrentCache(State):
             ValueError: what differs.
         """
         _check_fits("cache", self.fits, fits)
-
-
-def _digest(tensors: dict[str, Tensor]) -> str:
-    """Of names, dtypes, shapes and bytes."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        # Cloned: a single element may be "contiguous" with any stride, and then has no view as bytes.
-        flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _check_fits(what: str, its: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -249,8 +249,8 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.get(name):
                 raise ValueError(f"{name}: windows have none of the whole text; ask model.base for those of one window")
-        B, T = self._check_ids(input_ids)
-        assert input_ids is not None
+        input_ids = self._checked(input_ids)
+        B, T = input_ids.shape
         state = self._state(cache, B)
         real = _real(attention_mask, B, T, input_ids.device)
         if resets is not None and (resets.shape != (B, T) or resets.dtype != torch.bool):
@@ -384,10 +384,14 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
             for hook in hooks:
                 hook.remove()
 
-    def _check_ids(self, input_ids: Tensor | None) -> tuple[int, int]:
-        if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point():
-            got = "None" if input_ids is None else f"{input_ids.dtype} of {tuple(input_ids.shape)}"
+    def _checked(self, input_ids: Tensor | None) -> Tensor:
+        """Token ids as the embeddings take them."""
+        if not isinstance(input_ids, Tensor):
+            raise TypeError(f"input_ids must be a tensor of integers of shape (B, T), got {type(input_ids).__name__}")
+        if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+            got = f"{input_ids.dtype} of {tuple(input_ids.shape)}"
             raise ValueError(f"input_ids must be integers of shape (B, T), got {got}")
+        input_ids = input_ids.long()
         size = len(embedding_weight(self.base))
         if input_ids.numel() and (int(input_ids.min()) < 0 or int(input_ids.max()) >= size):
             bad = input_ids[(input_ids < 0) | (input_ids >= size)]
@@ -395,7 +399,7 @@ class RecurrentForCausalLM(PreTrainedModel, StatefulGeneration, GenerationMixin)
                 f"token id {int(bad[0])} is outside the vocabulary of {size} tokens: "
                 "was the text encoded with another tokenizer?"
             )
-        return input_ids.shape[0], input_ids.shape[1]
+        return input_ids
 
     def _state(self, cache: Any, batch: int) -> RecurrentCache:
         if cache is None:
@@ -498,11 +502,16 @@ def _real(attention_mask: Tensor | None, B: int, T: int, device: torch.device) -
     """(B, T) bool, false at padding, from a mask over the piece or over all that was read."""
     if attention_mask is None:
         return torch.ones(B, T, dtype=torch.bool, device=device)
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
     if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
         raise ValueError(
             f"attention_mask must have shape ({B}, {T}), or longer to the left, got {tuple(attention_mask.shape)}"
         )
-    return attention_mask[:, attention_mask.shape[1] - T :].to(device) != 0
+    mask = attention_mask[:, attention_mask.shape[1] - T :].to(device)
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError("attention_mask must be 1 at tokens and 0 at padding, not a term to be added to scores")
+    return mask != 0
 
 
 def add_recurrence(
@@ -590,6 +599,10 @@ def _check_identity(model: RecurrentForCausalLM) -> None:
     assert got is not None
     coarse = model.dtype in (torch.bfloat16, torch.float16)
     allowed = (3e-2 if coarse else 1e-4) * max(float(expected.abs().max()), 1)
+    if not bool(expected.isfinite().all()):
+        raise UnsuitableBase(
+            f"{kind}: its own logits are not finite, so its weights are damaged, or its dtype too small"
+        )
     if T > 1 and not float((changed - expected)[:-1].abs().max()) <= allowed:
         raise UnsuitableBase(f"{kind} is not causal: what it says of a token depends on the tokens after it")
     off = float(torch.cat([got[0] - expected, got[1, late:] - expected[: T - late]]).abs().max())

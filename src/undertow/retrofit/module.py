@@ -32,7 +32,7 @@ class Read(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Pool."""
-        x = self.inputs(self.norm(hidden_states))  # (N, C, slot size)
+        x = self.inputs(self.norm(hidden_states.to(self.norm.weight.dtype)))  # (N, C, slot size)
         if self.kind == "mean":  # the paper's idea, in S equal parts
             return F.adaptive_avg_pool1d(x.transpose(1, 2), self.slots).transpose(1, 2)
         if self.kind == "last":
@@ -116,11 +116,11 @@ class Write(nn.Module):
     def forward(self, reading: Reading, layer: Layer, query: Tensor, slots: Tensor, scale: float) -> Tensor:
         """What the slots (N, S, slot size) add to attention, given un-rotated queries (N, H, L, head_dim)."""
         norm = self.norm if self.own or layer.norm is None else layer.norm
-        x = norm(slots)
+        x = norm(slots.to(next(norm.parameters()).dtype))
         if self.own:
             k, v = (p(x).view(*x.shape[:2], layer.key_heads, -1).transpose(1, 2) for p in (self.keys, self.values))
         else:
-            k, v = keys_and_values(reading, layer, x)
+            k, v = keys_and_values(reading, layer, x.to(query.dtype))
         k, v = (F.pad(layer.repeat(t).to(query.dtype), (0, 0, 0, 1)) for t in (k, v))
         out = F.scaled_dot_product_attention(query, k, v, scale=scale)
         return self.opening().to(out.dtype)[:, None, None] * out
@@ -162,7 +162,8 @@ class Recall(nn.Module):
 
     def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, un-rotated, and values (B, h, S, e)."""
-        keys, values = (x + x.to(a.dtype) @ a @ b for x, a, b in zip((keys, values), self.A, self.B, strict=True))
+        both = zip((keys, values), self.A, self.B, strict=True)
+        keys, values = (x + (x.to(a.dtype) @ a @ b).to(x.dtype) for x, a, b in both)
         return keys, values
 
 

@@ -32,7 +32,8 @@ from torch import Tensor, nn
 
 from undertow.data.files import atomic_folder, recover
 from undertow.evaluate.evaluator import EvalResult, evaluate
-from undertow.evaluate.protocol import carries_state, fingerprint, load_state, read, token_nll, unwrap
+from undertow.evaluate.protocol import carries_state, load_state, read, token_nll, unwrap
+from undertow.models.state import fingerprint
 from undertow.train import checkpoint
 from undertow.train.checkpoint import CheckpointError
 from undertow.train.config import BOUND, LOOSE, TrainConfig
