@@ -303,6 +303,8 @@ class _Planner:
             architecture=anatomy.architecture,
         )  # fmt: skip
         note = _NOTES[name if name != "everything" else made.policy].format(made.window, made.selected)
+        if name == "everything" and self.context is None and made.window < CONTEXT:
+            note += f" (the most that the {anatomy.limit:,} which the model knows have room for)"
         return Way(
             name, note, made.window, made.stride, 0, made.selected, made.sinks, settings=config,
             carries=made.carries, lead=made.stride if made.policy == "overlap" else 0, span=self.N,
