@@ -70,6 +70,7 @@ def run(config: Config) -> int:
     """Train, evaluate, write, draw; 0, or 128 + the number of the signal that stopped it."""
     import torch
 
+    from undertow.allocator import keep_freed_memory
     from undertow.cli.train import load_model
     from undertow.data import DataConfig, prepare
     from undertow.evaluate import evaluate
@@ -85,6 +86,7 @@ def run(config: Config) -> int:
         f"The source of Python's standard library: {data.train.bytes:,} bytes to train on, "
         f"{data.test.bytes:,} bytes of other modules to measure with."
     )
+    keep_freed_memory()
     torch.manual_seed(config.seed)
     model = SRUppForCausalLM(SRUppConfig(**MODEL))
     settings = TrainConfig(minutes=config.minutes, seed=config.seed, **TRAINING)

@@ -93,6 +93,7 @@ class Bookmark:
 
 def run(config: Config) -> int:
     """Read, save, and print what it came to; 0, or 130 after Ctrl-C."""
+    from undertow.allocator import return_large_blocks
     from undertow.cli.checks import check_json, check_not_text, matching_tokenizer, write_json
     from undertow.cli.train import choose_device, load_model, saved_model
     from undertow.data import cache_folder, read_documents, separator_id
@@ -108,7 +109,7 @@ def run(config: Config) -> int:
     mark = None if config.state is None else open_bookmark(config.state)
     place = saved_model(config.model)
     device = choose_device(config.device)
-    _return_large_blocks()
+    return_large_blocks()
     documents = read_documents([config.book], spool=cache_folder(None) / "spool")
     for option, path in (("--save", config.save), ("--json", config.json)):
         check_not_text(path, option, documents)
@@ -232,10 +233,10 @@ def read_text(
     """
     import torch
 
+    from undertow.allocator import give_back
     from undertow.evaluate.protocol import token_nll
 
     device = next(model.parameters()).device
-    give_back = _give_back()
     given = int(first is not None)
     nll, scored, count, last = 0.0, 0, -given, first
     begun = time.perf_counter()
@@ -263,34 +264,6 @@ def read_text(
     if not math.isfinite(nll):
         raise FloatingPointError(f"the loss is {nll}: the model's weights or the precision {precision} give no numbers")
     return ReadResult(state, last, count, nll if score else None, scored, time.perf_counter() - begun)
-
-
-def _give_back() -> Callable[[], object]:
-    """A function that returns freed memory to the system.
-
-    glibc keeps it, in holes of the sizes that last piece's tensors had, and those of the next piece fit badly.
-    """
-    trim = _from_libc("malloc_trim")
-    return (lambda: None) if trim is None else (lambda: trim(0))
-
-
-def _return_large_blocks() -> None:
-    """Let this process return tensors of a MiB and more as soon as they are freed.
-
-    glibc raises that limit by itself, up to 32 MiB; what a piece takes at most then differs from piece to piece.
-    """
-    if (mallopt := _from_libc("mallopt")) is not None:
-        mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
-
-
-def _from_libc(name: str) -> Any:
-    """A function of glibc, None where that is not what runs here."""
-    import ctypes
-
-    try:
-        return getattr(ctypes.CDLL(None), name)
-    except (OSError, AttributeError, TypeError):
-        return None
 
 
 def _pieces(ids: Iterable[NDArray[Any]], first: int | None, window: int) -> Iterator[NDArray[Any]]:

@@ -127,6 +127,7 @@ def complete(words: list[str]) -> list[str]:
 
 def run(config: Config) -> int:
     """Train; 0, or 128 + the number of the signal that stopped it."""
+    from undertow.allocator import keep_freed_memory
     from undertow.cli.train import data_config, free_name
     from undertow.data import prepare, split_documents
     from undertow.retrofit.base import find_base
@@ -161,6 +162,7 @@ def run(config: Config) -> int:
             print(f"there is nothing to train: no slots, and the base is frozen. Adapter: {config.out}/best")
         return 0
     data = prepare(data_config(asdict(config)), tokenizer, documents=documents)
+    keep_freed_memory()
     result = train(
         model,
         data.train,

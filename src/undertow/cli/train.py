@@ -89,6 +89,7 @@ class Config(TrainConfig, DataConfig):
 
 def run(config: Config) -> int:
     """Train; 0, or 128 + the number of the signal that stopped it."""
+    from undertow.allocator import keep_freed_memory
     from undertow.data import prepare
     from undertow.train.loop import check_out, train
 
@@ -102,6 +103,7 @@ def run(config: Config) -> int:
     data = prepare(data_config(asdict(config)))
     model = make_model(config, data.tokenizer)
     record = asdict(config) | {"resume": False, "overwrite": False}
+    keep_freed_memory()
     result = train(
         model,
         data.train,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from undertow.allocator import give_back
 from undertow.evaluate.protocol import carries_state, read
 
 # ---- operations ------------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
         yield peak
         peak.bytes, peak.measure = torch.cuda.max_memory_allocated(place), ALLOCATED
         return
-    _give_back()
+    give_back()
     fresh = _reset_high_water_mark()
     yield peak
     peak.bytes = _high_water_mark() if fresh else None
@@ -217,14 +217,6 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
         peak.bytes, peak.measure = _peak_of_run(), RESIDENT_OF_RUN
         if peak.bytes is None:
             peak.measure = "not measured"
-
-
-def _give_back() -> None:
-    """Return freed memory to the system, where the C library can."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-        if trim is not None:
-            trim(0)
 
 
 def _reset_high_water_mark() -> bool:

@@ -1,6 +1,7 @@
 """Softmax attention of SRU++: whole, masked, or in a sliding window that is never built as one T x S mask.
 
-Everything goes through `torch.nn.functional.scaled_dot_product_attention`; this file decides who sees whom.
+This file decides who sees whom; `torch.nn.functional.scaled_dot_product_attention` does the rest, or
+`undertow.nn.blockwise` on a CPU.
 """
 
 from __future__ import annotations
@@ -11,18 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-QUERY_BLOCK = 512
-"""Queries handled at once by a sliding window: long enough to keep the matrix products busy, short enough that a text
-of any length costs O(T * (W + block)) instead of O(T * T)."""
+from undertow.nn.blockwise import Block, blockwise, serves
 
-
-@dataclass(frozen=True)
-class _Block:
-    """`queries` attend to `keys` where `allowed` (bool, broadcastable to (B, 1, t, s)) is true; None: to all."""
-
-    queries: slice
-    keys: slice
-    allowed: Tensor | None
+QUERY_BLOCK = 128
+"""Queries handled at once: enough to keep the matrix products busy, few enough that a text of any length costs
+O(T * (W + block)) instead of O(T * T), and that little of what a block computes is hidden."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,7 @@ class WindowMask:
     window: int
     past: int
     length: int
-    blocks: tuple[_Block, ...] = field(repr=False)
+    blocks: tuple[Block, ...] = field(repr=False)
 
     @staticmethod
     def build(
@@ -78,21 +72,24 @@ def _query_slices(length: int) -> list[slice]:
     return [slice(start, min(start + QUERY_BLOCK, length)) for start in range(0, length, QUERY_BLOCK)]
 
 
-def _band_blocks(window: int, length: int, past: int, device: torch.device | str | None) -> list[_Block]:
+def _band_blocks(window: int, length: int, past: int, device: torch.device | str | None) -> list[Block]:
     """All rows alike: query t sees keys past + t - window .. past + t, a band that repeats from block to block."""
-    blocks: list[_Block] = []
+    blocks: list[Block] = []
     bands: dict[tuple[int, int, int], Tensor] = {}
     for queries in _query_slices(length):
         keys = slice(max(0, past + queries.start - window), past + queries.stop)
         t, s = queries.stop - queries.start, keys.stop - keys.start
         if t == 1:
-            blocks.append(_Block(queries, keys, None))
+            blocks.append(Block(queries, keys, None))
             continue
         offset = past + queries.start - keys.start  # the key that stands at the first query
-        if (t, s, offset) not in bands:
-            behind = torch.arange(t, device=device)[:, None] + offset - torch.arange(s, device=device)  # (t, s)
-            bands[t, s, offset] = (behind >= 0) & (behind <= window)
-        blocks.append(_Block(queries, keys, bands[t, s, offset]))
+        n = (
+            s if offset + t - 1 > window else t
+        )  # as long as the window reaches the first key, only those ahead are hidden
+        if (t, n, offset - s + n) not in bands:
+            behind = torch.arange(t, device=device)[:, None] + offset - torch.arange(s - n, s, device=device)  # (t, n)
+            bands[t, n, offset - s + n] = (behind >= 0) & (behind <= window)
+        blocks.append(Block(queries, keys, bands[t, n, offset - s + n]))
     return blocks
 
 
@@ -105,7 +102,7 @@ def _row_blocks(
     resets: Tensor | None,
     batch: int,
     device: torch.device | str | None,
-) -> list[_Block]:
+) -> list[Block]:
     """Rows differ: positions and documents are counted for each."""
     if past_valid is None:
         past_valid = torch.ones(batch, past, dtype=torch.bool, device=device)
@@ -129,7 +126,7 @@ def _row_blocks(
         index = torch.arange(q.stop, device=device)
         allowed = (index[q, None] >= index[keys]) & (behind <= window) & valid[:, None, keys]
         allowed &= document[:, q, None] == document[:, None, keys]
-        blocks.append(_Block(queries, keys, allowed[:, None]))
+        blocks.append(Block(queries, keys, allowed[:, None]))
     return blocks
 
 
@@ -194,13 +191,18 @@ def attend(
     Returns:
         (B, H, T, e).
     """
+    T, S = q.shape[2], k.shape[2]
+    ours = dropout_p == 0 and T > 1 and serves(q, k, v)
+    if ours and mask is None and is_causal:
+        return blockwise(q, k, v, _band_blocks(S, T, S - T, q.device))
     if isinstance(mask, WindowMask):
+        if ours:
+            return blockwise(q, k, v, mask.blocks)
         parts = [
-            scaled_dot_product_attention(q[:, :, b.queries], k[:, :, b.keys], v[:, :, b.keys], b.allowed, dropout_p)
+            scaled_dot_product_attention(q[:, :, b.queries], k[:, :, b.keys], v[:, :, b.keys], b.mask(), dropout_p)
             for b in mask.blocks
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-    T, S = q.shape[2], k.shape[2]
     if mask is None and is_causal and T > 1:
         if T == S:
             return scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)

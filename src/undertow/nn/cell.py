@@ -115,7 +115,8 @@ class GatedCell(nn.Module):
             h (B, T, D*d) and the last c (B, D*d).
         """
         d, D = self.hidden_size, self.num_directions
-        u = u.unflatten(-1, (D, self.num_parts, d))
+        # Directions are told apart by views: the gradient of an index would be a full tensor of zeros to write into.
+        us = u.unflatten(-1, (D, self.num_parts, d)).unbind(2) if D > 1 else [u.unflatten(-1, (self.num_parts, d))]
         highway = x if self.skip and self.num_parts == 3 else None
         dropout_mask = None
         if self.training and self.highway_dropout > 0:
@@ -128,7 +129,7 @@ class GatedCell(nn.Module):
         weights, biases = self.weight_c.chunk(D, dim=-1), self.bias.chunk(D, dim=-1)
         directions = [
             recurrence(
-                u[:, :, i],
+                us[i],
                 xs[i],
                 weights[i],
                 biases[i],
