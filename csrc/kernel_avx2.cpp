@@ -1,6 +1,7 @@
 // 8 floats in an AVX register. Compiled for processors that have AVX2 and FMA; never called on others.
 #include <immintrin.h>
 
+#include "decode.h"
 #include "recurrence.h"
 
 namespace {
@@ -75,8 +76,24 @@ ALWAYS_INLINE void store_n(bf16* p, const Vec* a, int n) {
 }
 ALWAYS_INLINE void stream_fence() { _mm_sfence(); }
 
+// 8 elements, one after the other.
+ALWAYS_INLINE Vec wide(const float* p) { return load(p); }
+ALWAYS_INLINE Vec wide(const bf16* p) {
+  const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(words, 16))};
+}
+ALWAYS_INLINE Vec wide(const int8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
+ALWAYS_INLINE float sum(Vec a) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
 #include "kernel.inl"
+#include "decode.inl"
 
 }  // namespace
 
-const undertow::Kernels undertow::kAvx2 = {"avx2", forward, backward};
+const undertow::Kernels undertow::kAvx2 = {"avx2", forward, backward, {product, scores, softmax, sums}};

@@ -1,6 +1,7 @@
 // 16 floats in an AVX-512 register. Compiled for processors that have AVX-512 F, BW, DQ and VL; never called on others.
 #include <immintrin.h>
 
+#include "decode.h"
 #include "recurrence.h"
 
 namespace {
@@ -63,8 +64,20 @@ ALWAYS_INLINE void store_n(bf16* p, const Vec* a, int n) { _mm512_mask_storeu_ep
 ALWAYS_INLINE void stream(bf16* p, const Vec* a) { _mm512_stream_si512(reinterpret_cast<__m512i*>(p), narrow(a)); }
 ALWAYS_INLINE void stream_fence() { _mm_sfence(); }
 
+// 16 elements, one after the other.
+ALWAYS_INLINE Vec wide(const float* p) { return load(p); }
+ALWAYS_INLINE Vec wide(const bf16* p) {
+  const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))};
+}
+ALWAYS_INLINE Vec wide(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+ALWAYS_INLINE float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
+
 #include "kernel.inl"
+#include "decode.inl"
 
 }  // namespace
 
-const undertow::Kernels undertow::kAvx512 = {"avx512", forward, backward};
+const undertow::Kernels undertow::kAvx512 = {"avx512", forward, backward, {product, scores, softmax, sums}};

@@ -1,6 +1,7 @@
 // 4 floats in the compiler's own vector type: SSE2, NEON or whatever the processor has.
 #include <cstring>
 
+#include "decode.h"
 #include "recurrence.h"
 
 namespace {
@@ -81,8 +82,17 @@ ALWAYS_INLINE void stream(E* p, const Vec* a) {
 }
 ALWAYS_INLINE void stream_fence() {}
 
+// 4 elements, one after the other.
+ALWAYS_INLINE Vec wide(const float* p) { return load(p); }
+ALWAYS_INLINE Vec wide(const bf16* p) { return {(Floats)(Words{p[0].bits, p[1].bits, p[2].bits, p[3].bits} << 16)}; }
+ALWAYS_INLINE Vec wide(const int8_t* p) {
+  return {Floats{static_cast<float>(p[0]), static_cast<float>(p[1]), static_cast<float>(p[2]), static_cast<float>(p[3])}};
+}
+ALWAYS_INLINE float sum(Vec a) { return (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]); }
+
 #include "kernel.inl"
+#include "decode.inl"
 
 }  // namespace
 
-const undertow::Kernels undertow::kPortable = {"portable", forward, backward};
+const undertow::Kernels undertow::kPortable = {"portable", forward, backward, {product, scores, softmax, sums}};

@@ -172,6 +172,51 @@ void backward(COMMON_ARGUMENTS, uintptr_t grad_h, int64_t gh_b, int64_t gh_t, ui
   });
 }
 
+// Below this many bytes read a second thread costs more than it brings.
+constexpr int64_t kWorthReading = 64 << 10;
+
+int threads_for(int threads, int64_t bytes) {
+  return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, bytes / kWorthReading)));
+}
+
+int64_t size_of(Stored stored) { return stored == Stored::float32 ? 4 : stored == Stored::bfloat16 ? 2 : 1; }
+
+void product(int threads, int64_t rows, int64_t in, int64_t out, int stored, uintptr_t x, uintptr_t weight,
+             uintptr_t scale, uintptr_t y) {
+  nb::gil_scoped_release release;
+  const Product p{rows, in, out, static_cast<Stored>(stored), at<float>(x), at<void>(weight), at<float>(scale),
+                  at<float>(y)};
+  threads = threads_for(threads, in * out * size_of(p.stored));
+  // Long pieces, which prefetchers like, but enough of them that a thread that comes late does not hold up the others.
+  const int64_t pieces = threads == 1 ? 1 : 4 * threads, piece = ((out + pieces - 1) / pieces + 3) / 4 * 4;
+  const Kernels* const kernels = chosen;
+  parallel((out + piece - 1) / piece, threads, [&](int64_t i, int) {
+    kernels->decode.product(p, i * piece, std::min(out, (i + 1) * piece));
+  });
+}
+
+void attend(int threads, int64_t N, int64_t H, int64_t S, int64_t e, int stored, uintptr_t q, uintptr_t keys,
+            int64_t keys_b, int64_t keys_h, int64_t keys_s, uintptr_t values, int64_t values_b, int64_t values_h,
+            int64_t values_s, uintptr_t out) {
+  nb::gil_scoped_release release;
+  const std::unique_ptr<float[]> weights(new float[N * S]);
+  const Attention p{N, H, S, e, static_cast<Stored>(stored), at<float>(q), at<void>(keys), at<void>(values),
+                    keys_b, keys_h, keys_s, values_b, values_h, values_s, weights.get(), at<float>(out)};
+  threads = threads_for(threads, N * S * e * size_of(p.stored));
+  const Kernels* const kernels = chosen;
+  const int64_t cuts = threads == 1 ? 1 : (2 * threads + N - 1) / N, cut = (S + cuts - 1) / cuts;
+  const int64_t of_keys = (S + cut - 1) / cut, of_values = (e + kSums - 1) / kSums;
+  parallel(N * of_keys, threads, [&](int64_t i, int) {
+    const int64_t s0 = i % of_keys * cut;
+    kernels->decode.scores(p, i / of_keys, s0, std::min(S, s0 + cut));
+  });
+  for (int64_t n = 0; n < N; ++n) kernels->decode.softmax(p, n);
+  parallel(N * of_values, threads, [&](int64_t i, int) {
+    const int64_t j0 = i % of_values * kSums;
+    kernels->decode.sums(p, i / of_values, j0, std::min(e, j0 + kSums));
+  });
+}
+
 }  // namespace
 }  // namespace undertow
 
@@ -183,4 +228,6 @@ NB_MODULE(_C, m) {
   m.def("pool", [] { return undertow::omp_parallel() ? "torch's OpenMP threads" : "its own threads"; });
   m.def("forward", &undertow::forward);
   m.def("backward", &undertow::backward);
+  m.def("product", &undertow::product);
+  m.def("attend", &undertow::attend);
 }

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "decode.h"
+
 namespace undertow {
 
 enum class Dtype : int { float32 = 0, bfloat16 = 1 };
@@ -64,6 +66,7 @@ struct Kernels {
   const char* name;
   void (*forward)(const Problem&, int64_t b, int64_t j0, int64_t j1);
   void (*backward)(const Problem&, int64_t b, int64_t j0, int64_t j1, float* scratch);
+  DecodeKernels decode;
 };
 
 extern const Kernels kPortable;

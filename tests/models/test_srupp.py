@@ -530,3 +530,24 @@ def test_past_key_values_is_an_alias():
     x = tokens(2, 9)
     state = model(x[:, :4], use_cache=True).cache
     torch.testing.assert_close(model(x[:, 4:], past_key_values=state).logits, model(x).logits[:, 4:])
+
+
+def test_what_was_remembered_before_stays_as_it_was():
+    """New positions are written behind the old ones, which somebody may still hold."""
+    model = make()
+    with torch.inference_mode():
+        cache = model(tokens(1, 9), use_cache=True).cache
+        held = []
+        for t in range(12):
+            model(tokens(1, 1, seed=t), cache=cache)
+            held.append([(x, x.clone()) for layer in cache.layers for x in layer.tensors().values()])
+            if t == 5:
+                fork = cache.clone()
+    for now, then in (pair for step in held for pair in step):
+        assert torch.equal(now, then)
+    # A copy goes its own way, inside and outside of inference mode.
+    with torch.no_grad():
+        one = model(tokens(1, 3, seed=70), cache=fork.clone()).logits
+        for t in range(3):
+            model(tokens(1, 1, seed=t + 80), cache=fork.clone())
+        assert torch.equal(model(tokens(1, 3, seed=70), cache=fork).logits, one)

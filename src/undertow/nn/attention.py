@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from undertow.nn.blockwise import Block, blockwise, serves
+from undertow.ops import decode
 
 QUERY_BLOCK = 128
 """Queries handled at once: enough to keep the matrix products busy, few enough that a text of any length costs
@@ -192,6 +193,8 @@ def attend(
         (B, H, T, e).
     """
     T, S = q.shape[2], k.shape[2]
+    if T == 1 and dropout_p == 0 and (seen := _seen(mask)) is not None and decode.serves(q, k, v):
+        return decode.attend(q, k[:, :, seen], v[:, :, seen])
     ours = dropout_p == 0 and T > 1 and serves(q, k, v)
     if ours and mask is None and is_causal:
         return blockwise(q, k, v, _band_blocks(S, T, S - T, q.device))
@@ -208,3 +211,13 @@ def attend(
             return scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     return scaled_dot_product_attention(q, k, v, mask, dropout_p)
+
+
+def _seen(mask: Tensor | WindowMask | None) -> slice | None:
+    """The keys that the one query there is sees; None where a mask says more than that."""
+    if mask is None:
+        return slice(None)
+    if not isinstance(mask, WindowMask):
+        return None
+    (block,) = mask.blocks
+    return block.keys if block.allowed is None else None

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from undertow.nn.cell import Activation, GatedCell, LayerNormPlace, clear
 from undertow.nn.checks import check_sizes
+from undertow.nn.linear import Linear
 from undertow.nn.stack import Stack
 
 
@@ -83,8 +84,8 @@ class SRUCell(GatedCell):
         if projection_size:
             check_sizes(projection_size=projection_size)
         self.projection_size = projection_size
-        self.down_proj = nn.Linear(input_size, projection_size, bias=False) if projection_size else None
-        self.up_proj = nn.Linear(projection_size or input_size, self.num_parts * self.output_size, bias=False)
+        self.down_proj = Linear(input_size, projection_size, bias=False) if projection_size else None
+        self.up_proj = Linear(projection_size or input_size, self.num_parts * self.output_size, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from undertow.nn.attention import WindowMask, attend
 from undertow.nn.cell import Activation, GatedCell, LayerNormPlace, clear
 from undertow.nn.checks import check_input, check_mask, check_probabilities, check_shape, check_sizes
+from undertow.nn.linear import Linear
 from undertow.nn.memory import Memory, SRUppState
 from undertow.nn.stack import Stack
 
@@ -120,12 +121,12 @@ class SRUppCell(GatedCell):
         self.normalize_memory = normalize_memory
         self.alpha_init = alpha_init
 
-        self.down_proj = nn.Linear(input_size, p, bias=False)
-        self.kv_proj = nn.Linear(p, 2 * p, bias=False) if attention else None
+        self.down_proj = Linear(input_size, p, bias=False)
+        self.kv_proj = Linear(p, 2 * p, bias=False) if attention else None
         # One element, not none: FSDP does not shard a scalar.
         self.alpha = nn.Parameter(torch.empty(1)) if attention else None
         self.norm = nn.LayerNorm(p) if projection_layer_norm else nn.Identity()
-        self.up_proj = nn.Linear(p, self.num_parts * self.output_size, bias=False)
+        self.up_proj = Linear(p, self.num_parts * self.output_size, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

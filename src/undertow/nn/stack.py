@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from undertow.nn.cell import GatedCell, clear
 from undertow.nn.checks import check_device, check_input, check_mask, check_probabilities, check_shape, check_sizes
+from undertow.nn.linear import Linear
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Stack(nn.Module):
         self.output_size = self.num_directions * hidden_size
         self.input_proj: nn.Linear | None = None
         if project_input_first and input_size != self.output_size:
-            self.input_proj = nn.Linear(input_size, self.output_size, bias=False)
+            self.input_proj = Linear(input_size, self.output_size, bias=False)
 
     def layer_input_size(self, index: int) -> int:
         """The width that layer `index` reads."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from undertow.ops import backends, cpu, reference
+from undertow.ops.eager import plain
 
 __all__ = ["recurrence"]
 
@@ -99,7 +100,7 @@ def recurrence(
     if dropout_mask is not None and dropout_mask.dtype is not dtype:
         dropout_mask = dropout_mask.to(dtype)
     options = (activation == "tanh", scale, dropout_mask, padding_mask, resets, reverse)
-    if not _plain(u, x, weight, bias, c0):
+    if not plain(u, x, weight, bias, c0):
         h, c, _ = _forward_op(u, x, weight, bias, c0, *options)
     elif torch.is_grad_enabled():
         h, c, _ = _Direct.apply(u, x, weight, bias, c0, *options)
@@ -295,22 +296,6 @@ torch.library.register_autograd(
 # ---- the short way ------------------------------------------------------------------------------------------------
 
 
-def _plain(*tensors: Tensor | None) -> bool:
-    """Whether nothing but eager autograd can be watching: no compiler or tracer, no mode, no transform, no subclass.
-
-    Then the operator's kernels are called without the dispatcher, which costs several times what one step of decoding
-    computes. A FLOP counter, say, is a mode, and sees the operator.
-    """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    return all(a is None or type(a) in _PLAIN_TYPES for a in tensors)
-
-
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
-
 class _Direct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -322,7 +307,7 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         # With create_graph the gradients must themselves be recorded: the operator knows how.
-        direct = not torch.is_grad_enabled() and _plain(*grads)
+        direct = not torch.is_grad_enabled() and plain(*grads)
         grad_h, grad_c, _ = grads
         return _gradient_of_forward(ctx, grad_h, grad_c, _, _backward if direct else _backward_op)
 

@@ -78,6 +78,7 @@ class SRUppAttentionLayer(  # type: ignore[misc, override]
     def __init__(self, window: int) -> None:
         # transformers keeps one position fewer than its `sliding_window`, which counts the present one.
         super().__init__(sliding_window=window + 1)
+        self._rooms: dict[str, _Room] = {}
 
     def reset(self) -> None:
         """Forget everything, without touching tensors that a graph may still need."""
@@ -86,6 +87,17 @@ class SRUppAttentionLayer(  # type: ignore[misc, override]
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row b be what row beam_idx[b] was."""
         self.map_(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def remember(self, name: str, new: Tensor, size: int, order: Tensor | None) -> None:
+        """Of what is remembered and `new` (B, H, T, e) keep `size` positions: the last ones, or those in `order`."""
+        old = self.tensors().get(name)
+        if old is None or order is not None or new.shape[2] >= size or torch.is_grad_enabled():
+            self.put(name, _last(old, new, size, order))
+            return
+        room = self._rooms.get(name)
+        if room is None or not room.takes(old, new):
+            self._rooms[name] = room = _Room(old, new.shape[2])
+        self.put(name, room.append(new, size))
 
     def tensors(self) -> dict[str, Tensor]:
         """What is remembered, by name."""
@@ -100,6 +112,32 @@ class SRUppAttentionLayer(  # type: ignore[misc, override]
         else:
             setattr(self, name, tensor)
             self.is_initialized = True
+
+
+class _Room:
+    """Memory with space behind what is remembered, where the next positions go: a token then costs no copy of all.
+
+    What was given out before is a view of what lies in front and stays as it was.
+    """
+
+    def __init__(self, old: Tensor, length: int) -> None:
+        """Copy `old` (B, H, M, e), with space for `length` positions more, and some that make the copy worth it."""
+        B, H, M, e = old.shape
+        self.buffer = old.new_empty(B, H, M + length + M // 2, e)
+        self.buffer[:, :, :M] = old
+        self.end, self.given = M, old
+
+    def takes(self, old: Tensor, new: Tensor) -> bool:
+        """Whether `new` can be put behind `old`: that is what was given out last, and there is space."""
+        usable = torch.is_inference_mode_enabled() or not self.buffer.is_inference()
+        return old is self.given and self.end + new.shape[2] <= self.buffer.shape[2] and usable
+
+    def append(self, new: Tensor, size: int) -> Tensor:
+        """The last `size` positions, `new` (B, H, T, e) among them."""
+        start, self.end = self.end, self.end + new.shape[2]
+        self.buffer[:, :, start : self.end] = new
+        self.given = self.buffer[:, :, self.end - size : self.end]
+        return self.given
 
 
 class SRUppCache(State):
@@ -172,8 +210,9 @@ class SRUppCache(State):
         for layer, c_i, new in zip(self.layers, c, keys_values, strict=True):
             layer.update_recurrent_state(c_i)
             if new is not None:
-                layer.put("keys", _last(layer.keys, new[0], size, order))
-                layer.put("values", _last(layer.values, new[1], size, order))
+                assert isinstance(layer, SRUppAttentionLayer)
+                layer.remember("keys", new[0], size, order)
+                layer.remember("values", new[1], size, order)
                 layer.cumulative_length += length
         self.valid = None if valid is None or bool(valid.all()) else valid
         if input_ids is None or (self.tail is None and self.seen_tokens):

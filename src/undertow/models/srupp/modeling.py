@@ -16,6 +16,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ...nn import SRUppCell
 from ...nn.attention import WindowMask
+from ...nn.linear import Linear
 from ..generation import StatefulGeneration
 from .cache import SRUppCache
 from .configuration import SRUppConfig
@@ -227,7 +228,7 @@ class SRUppForCausalLM(SRUppPreTrainedModel, StatefulGeneration, GenerationMixin
         super().__init__(config)
         self.model = SRUppModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple
