@@ -49,6 +49,14 @@ def test_train_then_eval(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["eval", "runs/my-text-1", "--split", "valid", "--max_tokens", "20"]) == 0
     assert "A document was scored in part" in capsys.readouterr().out
 
+    for weights in ("int8", "bfloat16"):
+        assert main(["eval", "runs/my-text-1", "--weights", weights, "--json", "few.json"]) == 0
+        assert f"{weights} weights: " in capsys.readouterr().out
+        few = json.loads((folder / "few.json").read_text())
+        assert few["saved"]["nll"] == own["nll"] != few["nll"]
+        assert abs(few["bits_per_byte"] - own["bits_per_byte"]) < 0.05
+        assert main(["generate", "runs/my-text-1", "line", "--weights", weights, "--max_new_tokens", "5"]) == 0
+
     assert main(["train", "--data", "my text.txt", *SMALL]) == 0
     assert (folder / "runs" / "my-text-2").is_dir()
 

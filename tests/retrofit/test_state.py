@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import Cache
 
+from undertow.nn.linear import to_int8
 from undertow.retrofit import RecurrentCache
 
 from . import zoo
@@ -165,6 +166,7 @@ def test_it_survives_a_file(kind, tmp_path):
 
 CONTINUE = """
 import sys, torch, undertow
+from undertow.nn.linear import to_int8
 from undertow.retrofit import RecurrentCache
 model = undertow.load_recurrent(sys.argv[1]).eval()
 state = RecurrentCache.load(sys.argv[2], model)
@@ -264,3 +266,20 @@ def test_inputs_that_do_not_fit_are_named():
         wrapper(tokens(2, 3), labels=tokens(2, 2))
     with pytest.raises(ValueError, match=r"token id 200 .* 97"):
         wrapper(torch.tensor([[3, 200]]))
+
+
+@pytest.mark.parametrize("projection", ["base", "own"])
+def test_weights_of_8_bits(projection):
+    """A base and its recurrence with int8 linear layers say nearly the same."""
+    model = zoo.wrap(zoo.base("llama"), window=8, slots=2, projection=projection).eval()
+    ids = zoo.tokens(2, 30)
+    with torch.no_grad():
+        want = model(ids).logits
+        got = to_int8(model)(ids).logits
+        cache, steps = None, []
+        for t in range(30):
+            out = model(ids[:, t : t + 1], cache=cache, use_cache=True)
+            cache = out.cache
+            steps.append(out.logits)
+    assert 0 < (got - want).std() < 0.05 * want.std()
+    zoo.close(torch.cat(steps, 1), got, 1e-4)

@@ -78,6 +78,9 @@ class Config:
     """Read only so many tokens of each document, those skipped included."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: matrix products under autocast."""
+    weights: Literal["saved", "bfloat16", "int8"] = "saved"
+    """How the weights are held: as they were saved, or with fewer bits, which writes faster; int8 are the linear layers
+    alone. A model evaluated by itself is then evaluated as saved, too, to show what that costs."""
     device: str | None = None
     """cpu, cuda, …; by default a GPU where there is one."""
     json: str | None = None
@@ -95,7 +98,7 @@ class Config:
 def run(config: Config) -> None:
     """Evaluate and print a table."""
     from undertow.cli.checks import check_file, check_json
-    from undertow.cli.train import choose_device
+    from undertow.cli.train import choose_device, hold_weights
     from undertow.evaluate import evaluate
     from undertow.evaluate.policies import check_policies
     from undertow.evaluate.protocol import base_of
@@ -118,19 +121,34 @@ def run(config: Config) -> None:
     model = load(config, place, device)
     if base_of(model) is not None:  # what a retrofit is worth is seen beside its controls only
         return compare_models(config, places, device, model)
-    result = evaluate(
-        model,
-        store,
-        batch_size=config.batch_size,
-        window=config.window,
-        attention_window=config.attention_window,
-        max_tokens=config.max_tokens,
-        skip_tokens=config.skip_tokens,
-        per_document_tokens=config.per_document_tokens,
-        precision=config.precision,
-    )
+
+    def score() -> EvalResult:
+        return evaluate(
+            model,
+            store,
+            batch_size=config.batch_size,
+            window=config.window,
+            attention_window=config.attention_window,
+            max_tokens=config.max_tokens,
+            skip_tokens=config.skip_tokens,
+            per_document_tokens=config.per_document_tokens,
+            precision=config.precision,
+        )
+
+    result = score()
+    facts: dict[str, Any] = {"model": place, "data": config.data or config.split, "weights": config.weights}
+    if config.weights != "saved":
+        saved, model = result, hold_weights(model, config.weights)
+        result = score()
+        facts["saved"] = saved.as_dict()
     show(result, place)
-    write(config, {"model": place, "data": config.data or config.split, **result.as_dict()})
+    if config.weights != "saved":
+        unit = "token" if result.bits_per_byte is None else "byte"
+        now, then = (getattr(found, f"bits_per_{unit}") for found in (result, saved))
+        print(
+            f"{config.weights} weights: {now:.5f} bits per {unit}, {now - then:+.5f} beside the model as it was saved"
+        )
+    write(config, {**facts, **result.as_dict()})
     return None
 
 
@@ -143,6 +161,7 @@ def compare_models(config: Config, places: list[str], device: str, model: Any = 
         device: where to compute.
         model: the only one, where it was loaded already.
     """
+    from undertow.cli.train import hold_weights
     from undertow.report import document_table, policy_table, position_plot
 
     stores = [text_store(config, place, places) for place in places]
@@ -151,7 +170,7 @@ def compare_models(config: Config, places: list[str], device: str, model: Any = 
     with telling() as tell:
         for place, label, store, planned in zip(places, config.model, stores, ways, strict=True):
             if planned:
-                model = load(config, place, device) if model is None else model
+                model = hold_weights(load(config, place, device) if model is None else model, config.weights)
                 results += _compare(config, model, store, planned, label, tell)
             model = None
             gc.collect()
@@ -166,7 +185,7 @@ def compare_models(config: Config, places: list[str], device: str, model: Any = 
     if config.plot is not None:
         print(f"loss by position: {position_plot(records, config.plot)}")
     # The first result stands at the top, too, where one without a policy has it.
-    facts = {"model": places[0], "data": config.data or config.split, **results[0].evaluation.as_dict()}
+    facts: dict[str, Any] = {"model": places[0], "data": config.data or config.split, **results[0].evaluation.as_dict()}
     write(config, facts | {"policies": records})
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +52,9 @@ class Config:
     """Show the prompt before what follows it."""
     tokenizer: str | None = None
     """The tokenizer; by default the one saved with the model."""
+    weights: Literal["saved", "bfloat16", "int8"] = "saved"
+    """How the weights are held: as they were saved, or with fewer bits, which is faster. int8 are the linear layers
+    alone; undertow eval --weights int8 shows what that costs in bits per byte."""
     device: str | None = None
     """cpu, cuda, ...; by default a GPU where there is one."""
 
@@ -73,7 +76,7 @@ def run(config: Config) -> int:
     from undertow.cli.checks import matching_tokenizer
     from undertow.cli.eval import locate
     from undertow.cli.read import check_bookmark, check_carries_state, check_vocabulary, load, open_bookmark
-    from undertow.cli.train import choose_device, load_model
+    from undertow.cli.train import choose_device, hold_weights, load_model
     from undertow.data import TextDecoder, separator_id, tokenizer_fingerprint
 
     if config.model is None:
@@ -91,6 +94,7 @@ def run(config: Config) -> int:
         check_carries_state(model, place)
         check_bookmark(mark, config.state, model, place, tokenizer_fingerprint(tokenizer))
         state = load(model, config.state)
+    hold_weights(model, config.weights)
     check_vocabulary(int(ids.max()), model, place)
     count = room(model, ids.shape[1], config.max_new_tokens)
     if count < config.max_new_tokens:

@@ -190,6 +190,17 @@ def load_model(place: str, device: str | None = None, base: str | None = None) -
     return model.to(device) if device is not None else model
 
 
+def hold_weights(model: nn.Module, weights: str) -> nn.Module:
+    """A model for inference with its weights held otherwise than they were saved, "bfloat16" or "int8", in place."""
+    import torch
+
+    from undertow.nn.linear import to_int8
+
+    if weights == "bfloat16":
+        return model.to(torch.bfloat16)
+    return to_int8(model) if weights == "int8" else model
+
+
 def is_adapter(folder: str) -> bool:
     """Whether a folder holds a recurrence without its base, as ``undertow retrofit`` saves it."""
     try:
