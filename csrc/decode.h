@@ -8,14 +8,23 @@ namespace undertow {
 
 enum class Stored : int { float32 = 0, bfloat16 = 1, int8 = 2 };
 
-// y[i, o] = scale[o] * sum_k x[i, k] weight[o, k], for few rows i.
-struct Product {
-  int64_t rows, in, out;
+inline int64_t size_of(Stored stored) { return stored == Stored::float32 ? 4 : stored == Stored::bfloat16 ? 2 : 1; }
+
+// weight (out, in), rows one after the other; int8 rows count scale[o] times.
+struct Matrix {
+  int64_t in, out;
   Stored stored;
-  const float* x;      // (rows, in)
-  const void* weight;  // (out, in), rows one after the other
+  const void* weight;
   const float* scale;  // (out); null: ones
-  float* y;            // (rows, out)
+};
+
+constexpr int64_t kProductRows = 8;  // of x, at most
+constexpr int64_t kInt8In = 16384;   // inputs of int8 weights, at most
+
+// Rows x (rows, in) in the order and the type in which the kernels multiply them with weights of one kind.
+struct Arranged {
+  const void* x;
+  float factor[kProductRows];  // what a row counts
 };
 
 // out[n] = softmax(q[n] keys[n]^T) values[n], for each of N = B H heads; q is scaled already. Strides count elements.
@@ -29,11 +38,11 @@ struct Attention {
   float* out;      // (N, e)
 };
 
-constexpr int64_t kProductRows = 8;  // of x, at most
-constexpr int64_t kSums = 128;       // columns of values that a task sums
-
 struct DecodeKernels {
-  void (*product)(const Product&, int64_t o0, int64_t o1);
+  // Into `room`, of rows * in floats.
+  Arranged (*arrange)(const float* x, int64_t rows, int64_t in, Stored, float* room);
+  // y[i, o] for the outputs [o0, o1) of all rows; y (rows, out).
+  void (*product)(const Matrix&, const Arranged&, int64_t rows, float* y, int64_t o0, int64_t o1);
   void (*scores)(const Attention&, int64_t n, int64_t s0, int64_t s1);
   void (*softmax)(const Attention&, int64_t n);
   void (*sums)(const Attention&, int64_t n, int64_t j0, int64_t j1);

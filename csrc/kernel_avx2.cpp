@@ -82,18 +82,30 @@ ALWAYS_INLINE Vec wide(const bf16* p) {
   const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(words, 16))};
 }
-ALWAYS_INLINE Vec wide(const int8_t* p) {
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
-}
 ALWAYS_INLINE float sum(Vec a) {
   __m128 half = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
   half = _mm_add_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 
+// Sums of products of whole numbers.
+struct Whole {
+  static constexpr int64_t size = 16;
+  using Bytes = __m256i;  // widened to 16 bits
+  __m256i v;
+  static ALWAYS_INLINE Whole zero() { return {_mm256_setzero_si256()}; }
+  static ALWAYS_INLINE Bytes bytes(const int8_t* p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  ALWAYS_INLINE void add(Bytes w, const int16_t* x) {
+    v = _mm256_add_epi32(v, _mm256_madd_epi16(w, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
+  }
+  ALWAYS_INLINE float total() const { return sum(Vec{_mm256_cvtepi32_ps(v)}); }
+};
+
 #include "kernel.inl"
 #include "decode.inl"
 
 }  // namespace
 
-const undertow::Kernels undertow::kAvx2 = {"avx2", forward, backward, {product, scores, softmax, sums}};
+const undertow::Kernels undertow::kAvx2 = {"avx2", forward, backward, {arrange, product, scores, softmax, sums}};

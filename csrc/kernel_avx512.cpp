@@ -70,14 +70,26 @@ ALWAYS_INLINE Vec wide(const bf16* p) {
   const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))};
 }
-ALWAYS_INLINE Vec wide(const int8_t* p) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
-}
 ALWAYS_INLINE float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
+
+// Sums of products of whole numbers.
+struct Whole {
+  static constexpr int64_t size = 32;
+  using Bytes = __m512i;  // widened to 16 bits
+  __m512i v;
+  static ALWAYS_INLINE Whole zero() { return {_mm512_setzero_si512()}; }
+  static ALWAYS_INLINE Bytes bytes(const int8_t* p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  ALWAYS_INLINE void add(Bytes w, const int16_t* x) {
+    v = _mm512_add_epi32(v, _mm512_madd_epi16(w, _mm512_loadu_si512(x)));
+  }
+  ALWAYS_INLINE float total() const { return sum(Vec{_mm512_cvtepi32_ps(v)}); }
+};
 
 #include "kernel.inl"
 #include "decode.inl"
 
 }  // namespace
 
-const undertow::Kernels undertow::kAvx512 = {"avx512", forward, backward, {product, scores, softmax, sums}};
+const undertow::Kernels undertow::kAvx512 = {"avx512", forward, backward, {arrange, product, scores, softmax, sums}};

@@ -85,14 +85,28 @@ ALWAYS_INLINE void stream_fence() {}
 // 4 elements, one after the other.
 ALWAYS_INLINE Vec wide(const float* p) { return load(p); }
 ALWAYS_INLINE Vec wide(const bf16* p) { return {(Floats)(Words{p[0].bits, p[1].bits, p[2].bits, p[3].bits} << 16)}; }
-ALWAYS_INLINE Vec wide(const int8_t* p) {
-  return {Floats{static_cast<float>(p[0]), static_cast<float>(p[1]), static_cast<float>(p[2]), static_cast<float>(p[3])}};
-}
 ALWAYS_INLINE float sum(Vec a) { return (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]); }
+
+// Sums of products of whole numbers.
+struct Whole {
+  static constexpr int64_t size = 8;
+  using Bytes = const int8_t*;
+  int32_t v[size];
+  static ALWAYS_INLINE Whole zero() { return {}; }
+  static ALWAYS_INLINE Bytes bytes(const int8_t* p) { return p; }
+  ALWAYS_INLINE void add(Bytes w, const int16_t* x) {
+    for (int i = 0; i < size; ++i) v[i] += w[i] * x[i];
+  }
+  ALWAYS_INLINE float total() const {
+    float all = 0;
+    for (int i = 0; i < size; ++i) all += static_cast<float>(v[i]);
+    return all;
+  }
+};
 
 #include "kernel.inl"
 #include "decode.inl"
 
 }  // namespace
 
-const undertow::Kernels undertow::kPortable = {"portable", forward, backward, {product, scores, softmax, sums}};
+const undertow::Kernels undertow::kPortable = {"portable", forward, backward, {arrange, product, scores, softmax, sums}};

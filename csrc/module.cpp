@@ -4,12 +4,14 @@
 // costs a fraction of what converting a dozen array objects would, which is what counts when T = 1.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #if defined(__linux__)
@@ -18,6 +20,7 @@
 
 #include "parallel.h"
 #include "recurrence.h"
+#include "step.h"
 
 namespace nb = nanobind;
 
@@ -172,49 +175,63 @@ void backward(COMMON_ARGUMENTS, uintptr_t grad_h, int64_t gh_b, int64_t gh_t, ui
   });
 }
 
-// Below this many bytes read a second thread costs more than it brings.
-constexpr int64_t kWorthReading = 64 << 10;
-
-int threads_for(int threads, int64_t bytes) {
-  return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, bytes / kWorthReading)));
+void product_rows(int threads, int64_t rows, int64_t in, int64_t out, int stored, uintptr_t x, uintptr_t weight,
+                  uintptr_t scale, uintptr_t y) {
+  nb::gil_scoped_release release;
+  const Matrix m{in, out, static_cast<Stored>(stored), at<void>(weight), at<float>(scale)};
+  const std::unique_ptr<float[]> room(new float[m.stored == Stored::float32 ? 0 : kProductRows * in]);
+  for (int64_t i = 0; i < rows; i += kProductRows)
+    multiply(*chosen, m, at<float>(x) + i * in, std::min(rows - i, kProductRows), at<float>(y) + i * out, room.get(),
+             threads);
 }
 
-int64_t size_of(Stored stored) { return stored == Stored::float32 ? 4 : stored == Stored::bfloat16 ? 2 : 1; }
-
-void product(int threads, int64_t rows, int64_t in, int64_t out, int stored, uintptr_t x, uintptr_t weight,
-             uintptr_t scale, uintptr_t y) {
+void attend_one(int threads, int64_t N, int64_t H, int64_t S, int64_t e, int stored, uintptr_t q, uintptr_t keys,
+                int64_t keys_b, int64_t keys_h, int64_t keys_s, uintptr_t values, int64_t values_b, int64_t values_h,
+                int64_t values_s, uintptr_t out) {
   nb::gil_scoped_release release;
-  const Product p{rows, in, out, static_cast<Stored>(stored), at<float>(x), at<void>(weight), at<float>(scale),
-                  at<float>(y)};
-  threads = threads_for(threads, in * out * size_of(p.stored));
-  // Long pieces, which prefetchers like, but enough of them that a thread that comes late does not hold up the others.
-  const int64_t pieces = threads == 1 ? 1 : 4 * threads, piece = ((out + pieces - 1) / pieces + 3) / 4 * 4;
-  const Kernels* const kernels = chosen;
-  parallel((out + piece - 1) / piece, threads, [&](int64_t i, int) {
-    kernels->decode.product(p, i * piece, std::min(out, (i + 1) * piece));
-  });
+  const std::unique_ptr<float[]> room(new float[N * (S + e)]);
+  attend(*chosen,
+         {N, H, S, e, static_cast<Stored>(stored), at<float>(q), at<void>(keys), at<void>(values), keys_b, keys_h,
+          keys_s, values_b, values_h, values_s, room.get(), at<float>(out)},
+         room.get() + N * S, threads);
 }
 
-void attend(int threads, int64_t N, int64_t H, int64_t S, int64_t e, int stored, uintptr_t q, uintptr_t keys,
-            int64_t keys_b, int64_t keys_h, int64_t keys_s, uintptr_t values, int64_t values_b, int64_t values_h,
-            int64_t values_s, uintptr_t out) {
+Matrix matrix(int64_t in, int64_t out, std::tuple<int, uintptr_t, uintptr_t> how) {
+  return {in, out, static_cast<Stored>(std::get<0>(how)), at<void>(std::get<1>(how)), at<float>(std::get<2>(how))};
+}
+
+Layer::Norm norm_of(std::tuple<uintptr_t, uintptr_t, float> how) {
+  return {at<float>(std::get<0>(how)), at<float>(std::get<1>(how)), std::get<2>(how)};
+}
+
+struct Layers {
+  std::vector<Layer> layers;
+};
+
+using How = std::tuple<int, uintptr_t, uintptr_t>;
+using NormHow = std::tuple<uintptr_t, uintptr_t, float>;
+
+void add_layer(Layers& to, int64_t in, int64_t p, int64_t d, int64_t heads, int64_t parts, bool skip,
+               bool tanh, float scale, float alpha, How w1, How w2, How w3, uintptr_t weight, uintptr_t bias,
+               NormHow before, NormHow inner, NormHow after) {
+  to.layers.push_back({matrix(in, p, w1), matrix(p, 2 * p, w2), matrix(p, parts * d, w3), heads, parts, skip, tanh, scale,
+                    alpha, at<float>(weight), at<float>(bias), norm_of(before), norm_of(inner), norm_of(after)});
+}
+
+// `memories`: of each layer c, new c, keys, values, stored, the keys' and the values' strides of rows and heads, and S.
+void step_layers(const Layers& stack, int threads, int64_t rows, uintptr_t x, uintptr_t out,
+                 const std::vector<int64_t>& memories) {
+  constexpr size_t kEach = 10;
+  const std::vector<Layer>& layers = stack.layers;
+  if (memories.size() != kEach * layers.size() || rows > kProductRows) throw std::invalid_argument("step");
   nb::gil_scoped_release release;
-  const std::unique_ptr<float[]> weights(new float[N * S]);
-  const Attention p{N, H, S, e, static_cast<Stored>(stored), at<float>(q), at<void>(keys), at<void>(values),
-                    keys_b, keys_h, keys_s, values_b, values_h, values_s, weights.get(), at<float>(out)};
-  threads = threads_for(threads, N * S * e * size_of(p.stored));
-  const Kernels* const kernels = chosen;
-  const int64_t cuts = threads == 1 ? 1 : (2 * threads + N - 1) / N, cut = (S + cuts - 1) / cuts;
-  const int64_t of_keys = (S + cut - 1) / cut, of_values = (e + kSums - 1) / kSums;
-  parallel(N * of_keys, threads, [&](int64_t i, int) {
-    const int64_t s0 = i % of_keys * cut;
-    kernels->decode.scores(p, i / of_keys, s0, std::min(S, s0 + cut));
-  });
-  for (int64_t n = 0; n < N; ++n) kernels->decode.softmax(p, n);
-  parallel(N * of_values, threads, [&](int64_t i, int) {
-    const int64_t j0 = i % of_values * kSums;
-    kernels->decode.sums(p, i / of_values, j0, std::min(e, j0 + kSums));
-  });
+  std::vector<Memory> read;
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const int64_t* const m = memories.data() + kEach * i;
+    read.push_back({at<float>(m[0]), at<float>(m[1]), at<void>(m[2]), at<void>(m[3]), static_cast<Stored>(m[4]), m[5],
+                    m[6], m[7], m[8], m[9]});
+  }
+  step(*chosen, layers, read, rows, at<float>(x), at<float>(out), threads);
 }
 
 }  // namespace
@@ -228,6 +245,10 @@ NB_MODULE(_C, m) {
   m.def("pool", [] { return undertow::omp_parallel() ? "torch's OpenMP threads" : "its own threads"; });
   m.def("forward", &undertow::forward);
   m.def("backward", &undertow::backward);
-  m.def("product", &undertow::product);
-  m.def("attend", &undertow::attend);
+  m.def("product", &undertow::product_rows);
+  m.def("attend", &undertow::attend_one);
+  nb::class_<undertow::Layers>(m, "Layers")
+      .def(nb::init<>())
+      .def("add", &undertow::add_layer)
+      .def("step", &undertow::step_layers);
 }

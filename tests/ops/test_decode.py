@@ -31,8 +31,11 @@ def test_products(data):
         got = decode.product(x, weight, scale)
     want = x.double() @ weight.double().T * (1 if scale is None else scale.double())
     assert got.dtype == x_dtype
-    size = want.abs().max().clamp(min=1)
-    assert (got.double() - want).abs().max() <= size * (1e-5 if x_dtype == torch.float32 else 2**-8)
+    allowed = want.abs().max().clamp(min=1) * (1e-5 if x_dtype == torch.float32 else 2**-8)
+    if scale is not None:  # x is rounded to 14 bits
+        step = x.double().abs().amax(1, keepdim=True) / 8191
+        allowed = allowed + step / 2 * (weight.double().abs().sum(1) * scale.double().abs())
+    assert ((got.double() - want).abs() <= allowed).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -107,5 +110,13 @@ def test_int8_layers_are_as_near_as_8_bits_allow():
         many, few = model(x), torch.cat([model(row[None]) for row in x])
         back = model[0].weight * model[0].scale[:, None]
     assert ((back - first).abs() <= model[0].scale[:, None] / 2 + 1e-7).all()
-    torch.testing.assert_close(many, few, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(many, few, rtol=0, atol=1e-3)
     assert (many - want).std() < 0.02 * want.std()
+
+
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_the_largest_sums_of_int8_fit(name):
+    x, weight = torch.ones(1, decode.INT8_IN), torch.full((2, decode.INT8_IN), 127, dtype=torch.int8)
+    with cpu.instruction_set(name):
+        got = decode.product(x, weight, torch.tensor([1.0, -1.0]))
+    torch.testing.assert_close(got, torch.tensor([[1.0, -1.0]]) * 127 * decode.INT8_IN)

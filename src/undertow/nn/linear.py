@@ -47,7 +47,7 @@ class Int8Linear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """As the layer that it was made from, (..., in_features) -> (..., out_features)."""
         input = _as_autocast(input)
-        if _few(input, self.in_features) and decode.serves(input):
+        if _few(input, self.in_features) and self.in_features <= decode.INT8_IN and decode.serves(input):
             out = decode.product(input, self.weight, self.scale.float())
         else:
             out = F.linear(input, self.weight.to(input.dtype)) * self.scale.to(input.dtype)

@@ -17,6 +17,9 @@ __all__ = ["attend", "product", "serves"]
 ROWS = 8
 """Rows of x, at most: with more a matrix product is the faster way."""
 
+INT8_IN = 1 << 14
+"""Columns of int8 weights, at most: the sums of so many products fit."""
+
 _STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
@@ -32,7 +35,8 @@ def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
 
     Args:
         x: (..., k), float32 or bfloat16.
-        weight: (o, k), contiguous: float32, bfloat16, or int8, of which row o counts scale[o] times.
+        weight: (o, k), contiguous: float32, bfloat16, or int8, of which row o counts scale[o] times. Beside int8 each
+            row of x is rounded to 14 bits, so that products and their sums are whole numbers; k is at most `INT8_IN`.
         scale: (o,) float32, with int8.
 
     Returns:

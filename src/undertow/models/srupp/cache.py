@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionAndSlidingWindowAttentionLayer, LinearAttentionLayer
 
 from ...nn.attention import remembered
+from ...nn.step import Remembered
 from ..state import State
 from .configuration import SRUppConfig
 
@@ -94,10 +95,31 @@ class SRUppAttentionLayer(  # type: ignore[misc, override]
         if old is None or order is not None or new.shape[2] >= size or torch.is_grad_enabled():
             self.put(name, _last(old, new, size, order))
             return
+        length = new.shape[2]
         room = self._rooms.get(name)
-        if room is None or not room.takes(old, new):
-            self._rooms[name] = room = _Room(old, new.shape[2])
-        self.put(name, room.append(new, size))
+        if room is None or not room.takes(old, length):
+            self._rooms[name] = room = _Room(old, length)
+        whole = room.extend(length, size)
+        whole[:, :, size - length :] = new
+        self.put(name, whole)
+
+    def extend(self, size: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, H, size, e), of which the caller is to write the last position at once."""
+        for name in ("keys", "values"):
+            old = self.tensors()[name]
+            room = self._rooms.get(name)
+            if room is None or not room.takes(old, 1):
+                self._rooms[name] = room = _Room(old, 1)
+            self.put(name, room.extend(1, size))
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def shorten(self, size: int) -> None:
+        """Keep the last `size` positions at most of what `extend` gave."""
+        for name, room in self._rooms.items():
+            room.given = room.given[:, :, max(0, room.given.shape[2] - size) :]
+            self.put(name, room.given)
 
     def tensors(self) -> dict[str, Tensor]:
         """What is remembered, by name."""
@@ -127,15 +149,14 @@ class _Room:
         self.buffer[:, :, :M] = old
         self.end, self.given = M, old
 
-    def takes(self, old: Tensor, new: Tensor) -> bool:
-        """Whether `new` can be put behind `old`: that is what was given out last, and there is space."""
+    def takes(self, old: Tensor, length: int) -> bool:
+        """Whether `length` positions can be put behind `old`: that is what was given out last, and there is space."""
         usable = torch.is_inference_mode_enabled() or not self.buffer.is_inference()
-        return old is self.given and self.end + new.shape[2] <= self.buffer.shape[2] and usable
+        return old is self.given and self.end + length <= self.buffer.shape[2] and usable
 
-    def append(self, new: Tensor, size: int) -> Tensor:
-        """The last `size` positions, `new` (B, H, T, e) among them."""
-        start, self.end = self.end, self.end + new.shape[2]
-        self.buffer[:, :, start : self.end] = new
+    def extend(self, length: int, size: int) -> Tensor:
+        """The last `size` positions, of which `length` are new and to be written."""
+        self.end += length
         self.given = self.buffer[:, :, self.end - size : self.end]
         return self.given
 
@@ -215,6 +236,35 @@ class SRUppCache(State):
                 layer.remember("values", new[1], size, order)
                 layer.cumulative_length += length
         self.valid = None if valid is None or bool(valid.all()) else valid
+        self._count(length, input_ids)
+
+    def steps(self) -> list[Remembered] | None:
+        """What each layer remembers, with room for one position, which is to be written; None: not all is there."""
+        if self.valid is not None or any(
+            layer.recurrent_states[0] is None or (isinstance(layer, SRUppAttentionLayer) and layer.keys is None)
+            for layer in self.layers
+        ):
+            return None
+        size = self.past + 1
+        steps: list[Remembered] = []
+        for layer in self.layers:
+            keys_values = layer.extend(size) if isinstance(layer, SRUppAttentionLayer) else (None, None)
+            c = layer.recurrent_states[0]
+            assert c is not None
+            steps.append((c.contiguous(), *keys_values))
+        return steps
+
+    def stepped(self, c: list[Tensor], input_ids: Tensor | None) -> None:
+        """Take note that every layer has written the position that `steps` made room for, and has computed c (B, d)."""
+        window = self.config.attention_window
+        for layer, c_i in zip(self.layers, c, strict=True):
+            layer.update_recurrent_state(c_i)
+            if isinstance(layer, SRUppAttentionLayer):
+                layer.shorten(window)
+                layer.cumulative_length += 1
+        self._count(1, input_ids)
+
+    def _count(self, length: int, input_ids: Tensor | None) -> None:
         if input_ids is None or (self.tail is None and self.seen_tokens):
             self.tail = None
         else:

@@ -17,6 +17,8 @@ from transformers.utils.generic import can_return_tuple
 from ...nn import SRUppCell
 from ...nn.attention import WindowMask
 from ...nn.linear import Linear
+from ...nn.step import Step, step_for
+from ...ops import decode
 from ..generation import StatefulGeneration
 from .cache import SRUppCache
 from .configuration import SRUppConfig
@@ -89,6 +91,7 @@ class SRUppModel(SRUppPreTrainedModel):
             for i in range(config.num_hidden_layers)
         )
         self.gradient_checkpointing = False
+        self._last_step: Step | None = None
         self.post_init()
 
     @can_return_tuple
@@ -114,6 +117,10 @@ class SRUppModel(SRUppPreTrainedModel):
         cache = self._state(kwargs.get("past_key_values") if cache is None else cache, use_cache, B)
         padding_mask = _padding_mask(attention_mask, B, T)
         resets = _resets(resets, B, T, padding_mask)
+        if T == 1 and cache is not None and padding_mask is None and resets is None and not output_hidden_states:
+            h = self._step(x[:, 0], cache, input_ids)
+            if h is not None:
+                return BaseModelOutputWithPast(last_hidden_state=h[:, None], cache=cache)
         mask = None
         if any(layer.attention for layer in self.layers):
             mask = WindowMask.build(
@@ -144,6 +151,18 @@ class SRUppModel(SRUppPreTrainedModel):
         return BaseModelOutputWithPast(
             last_hidden_state=x, cache=cache, hidden_states=tuple(hidden_states) if output_hidden_states else None
         )
+
+    def _step(self, x: Tensor, cache: SRUppCache, input_ids: Tensor | None) -> Tensor | None:
+        """One position x (B, e) through all layers at once, (B, d); None where they have to be called one by one."""
+        if x.shape[0] > decode.ROWS or not decode.serves(x):
+            return None
+        self._last_step = step_for(self.layers, self._last_step)
+        remembered = cache.steps() if self._last_step is not None else None
+        if self._last_step is None or remembered is None:
+            return None
+        h, c = self._last_step(x, remembered)
+        cache.stepped(c, input_ids)
+        return h
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if (input_ids is None) == (inputs_embeds is None):
