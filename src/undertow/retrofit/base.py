@@ -137,6 +137,24 @@ def find_base(
     return Base(name, source)
 
 
+def gguf_file(place: str | os.PathLike[str]) -> Path:
+    """The GGUF file that a name means: a file's own, or ``package:NAME`` for the one inside an installed package.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no GGUF file, or a package holds several.
+    """
+    name = os.fspath(place)
+    if name.startswith(PACKAGE_PREFIX):
+        return _in_package(name.removeprefix(PACKAGE_PREFIX))[0]
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {name}")
+    if path.suffix != ".gguf":
+        raise ValueError(f"{name} is no GGUF file: its name does not end with .gguf")
+    return path
+
+
 # Where
 
 
