@@ -1,7 +1,7 @@
 """Benchmarks: us and a peer in turn, in one run, beside the machine's own limits. Never part of a test's verdict.
 
-Each suite is a module: `CASES` and `SMOKE` (its cases by name, and the peers of each by default), `PEERS`, `check(case)`,
-and `run(cases, options, record)`.
+Each suite is a module: `CASES` and `SMOKE` (its cases by name, and the peers of each by default), `PEERS`,
+`check(case)`, and `run(cases, options, record)`.
 """
 
 from undertow.bench.machine import describe_machine

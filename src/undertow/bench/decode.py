@@ -9,7 +9,7 @@ longer-d512-p128-l4-n100000       the same after n tokens beside after 100
 from __future__ import annotations
 
 import copy
-
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,9 +133,7 @@ def _beside(case: str, model: Any, n: int, peers: tuple[str, ...], options: Opti
             except Exception as error:  # another's program: it must not stop the rest
                 record.failed("decode", case, name, error)
         with silent():
-            times = in_turns(
-                works, options.repeats, options.warmup, lambda name, error: record.failed("decode", case, name, error)
-            )
+            times = in_turns(works, options.repeats, options.warmup, partial(record.failed, "decode", case))
         record.limit("decode", case, f"reading {nbytes:,} bytes", "bytes_per_second", precision,
                      tokens * nbytes / times[LIMIT].median)  # fmt: skip
         record.compare("decode", case, "decode_tokens_per_second", precision, times, tokens, parameters=numbers)
@@ -219,5 +217,3 @@ def _llama_cpp(gguf: str, n: int, tokens: int, options: Options) -> tuple[str, i
             model.eval([model.sample(temp=0.0)])
 
     return f"llama.cpp {path.stem}", int(llama_model_n_params(model.model)), work
-
-

@@ -33,9 +33,9 @@ def check(case: str) -> dict[str, int]:
 def run(cases: Cases, options: Options, record: Record) -> None:
     """Measure forward and forward + backward in bytes a second, float32 and bfloat16.
 
-    `ours` are the bytes that must be moved over our time; the limit is a plain copy that reads and writes as many bytes,
-    since no recurrence can be faster than that on large inputs. What else the implementation moves (c kept for the
-    backward pass, say) counts against it. The copy stands there as the peer, too.
+    `ours` are the bytes that must be moved over our time; the limit is a plain copy that reads and writes as many
+    bytes, since no recurrence can be faster than that on large inputs. What else the implementation moves (c kept for
+    the backward pass, say) counts against it. The copy stands there as the peer, too.
     """
     for case, peers in cases.items():
         T, B, d = check(case).values()
@@ -55,7 +55,7 @@ def run(cases: Cases, options: Options, record: Record) -> None:
                 times = in_turns({OURS: work, LIMIT: copy(moved)}, options.repeats, options.warmup)
                 record.limit("ops", case, f"copy of {moved:,} bytes", "bytes_per_second", precision,
                              moved / times[LIMIT].median)  # fmt: skip
-                times |= {peer: times[LIMIT] for peer in peers}
+                times |= dict.fromkeys(peers, times[LIMIT])
                 record.compare("ops", case, f"{what}_bytes_per_second", precision, times, moved)
 
 

@@ -52,7 +52,9 @@ class Times:
 Failed = Callable[[str, Exception], object]
 
 
-def in_turns(works: Mapping[str, Work], repeats: int, warmup: int = 2, failed: Failed | None = None) -> dict[str, Times]:
+def in_turns(
+    works: Mapping[str, Work], repeats: int, warmup: int = 2, failed: Failed | None = None
+) -> dict[str, Times]:
     """Everyone once, `repeats` times over; every second round backwards, so that nobody always follows the same one.
 
     The first is ours, and its errors are raised. Garbage collection waits until all are done.

@@ -1,4 +1,4 @@
-"""Whom we are compared with: what pip calls them, why one may be absent, and models of theirs with as many parameters."""
+"""Whom we are compared with: what pip calls them, why one may be absent, models of theirs with as many parameters."""
 
 from __future__ import annotations
 

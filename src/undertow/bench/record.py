@@ -19,8 +19,8 @@ LIMIT = "limit"
 class Row:
     """One comparison.
 
-    `metric` ends with the unit of `ours`, `theirs` and `limit`. Where it ends with "per_second" more is better, else (in
-    "_seconds" and "_bytes") less.
+    `metric` ends with the unit of `ours`, `theirs` and `limit`. Where it ends with "per_second" more is better, else
+    ("seconds", "bytes") less.
     """
 
     suite: str
@@ -29,8 +29,8 @@ class Row:
     peer: str | None
     """Whom we are compared with; None: nobody but the limit."""
     metric: str
-    dtype: str
-    """In which we compute; a peer that does not says so in its name."""
+    dtype: str | None
+    """In which we compute; a peer that does not says so in its name. None: it does not matter."""
     ours: float
     """Median."""
     theirs: float | None = None
@@ -127,7 +127,7 @@ class Record:
             self.rows.append(Row(**common, peer=None))
 
     def spent(
-        self, suite: str, case: str, metric: str, dtype: str, spent: Mapping[str, list[float]]
+        self, suite: str, case: str, metric: str, spent: Mapping[str, list[float]], dtype: str | None = None
     ) -> None:
         """Add what was spent (seconds, bytes), less of which is better: a row a peer, or one without.
 
@@ -177,5 +177,5 @@ class Record:
         }
 
 
-def _ratio(ratio: Spread) -> dict[str, float]:
+def _ratio(ratio: Spread) -> dict[str, Any]:
     return {"ratio": ratio.median, "ratio_low": ratio.low, "ratio_high": ratio.high}

@@ -12,6 +12,7 @@ Peers: `base` is the pretrained model itself, which reads windows of W tokens on
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def run(cases: Cases, options: Options, record: Record) -> None:
             sliding = RecurrenceConfig(window=W, slots=0)
             models["sliding"] = add_recurrence(copy.deepcopy(base), sliding, freeze_base=False)
         numbers = {name: parameters(model) for name, model in models.items()}
-        text = torch.randint(0, base.get_input_embeddings().num_embeddings, (1, T))  # type: ignore[union-attr]
+        text = torch.randint(0, base.get_input_embeddings().num_embeddings, (1, T))
         # A row a window: the base knows nothing of the one before.
         texts = {name: text.view(-1, W) if name == "base" else text for name in models}
         tokens = 2 if options.smoke else 16
@@ -75,13 +76,8 @@ def run(cases: Cases, options: Options, record: Record) -> None:
         for what, (turns, amount) in works.items():
             record.say(f"retrofit, {case}: {what}, {', '.join(turns)}")
             with silent():
-                times = in_turns(
-                    turns, options.repeats, options.warmup,
-                    lambda name, error, case=case: record.failed("retrofit", case, name, error),
-                )  # fmt: skip
-            record.compare(
-                "retrofit", case, f"{what}_tokens_per_second", "float32", times, amount, parameters=numbers
-            )
+                times = in_turns(turns, options.repeats, options.warmup, partial(record.failed, "retrofit", case))
+            record.compare("retrofit", case, f"{what}_tokens_per_second", "float32", times, amount, parameters=numbers)
 
 
 def _base(options: Options, record: Record) -> Any:

@@ -68,12 +68,13 @@ def _imports(peers: tuple[str, ...], options: Options, record: Record) -> None:
     pairs = [("import", "undertow", "nothing", "python alone")]
     if "torch" in peers:
         pairs += [("import", "undertow", "torch", "import torch"), ("import_nn", "layers", "torch", "import torch")]
-        beyond = [mine - theirs for mine, theirs in zip(spent["layers"], spent["torch"], strict=True)]
-        record.spent("startup", "import", "import_nn_beyond_torch_seconds", "", {OURS: beyond})
     if "transformers" in peers:
         pairs.append(("import_models", "models", "transformers", "transformers LlamaForCausalLM"))
     for metric, mine, theirs, name in pairs:
-        record.spent("startup", "import", f"{metric}_seconds", "", {OURS: spent[mine], name: spent[theirs]})
+        record.spent("startup", "import", f"{metric}_seconds", {OURS: spent[mine], name: spent[theirs]})
+    if "torch" in peers:
+        beyond = [mine - theirs for mine, theirs in zip(spent["layers"], spent["torch"], strict=True)]
+        record.spent("startup", "import", "import_nn_beyond_torch_seconds", {OURS: beyond})
 
 
 def _forward(peers: tuple[str, ...], options: Options, record: Record) -> None:
@@ -94,7 +95,7 @@ def _forward(peers: tuple[str, ...], options: Options, record: Record) -> None:
                 record.failed("startup", "forward", "sru", error)
         record.say(f"startup, forward: {', '.join(codes)}")
         spent = _in_turns(codes, options, environment)
-    record.spent("startup", "forward", "first_forward_seconds", "", spent | cold)
+    record.spent("startup", "forward", "first_forward_seconds", spent | cold)
 
 
 def _in_turns(codes: Mapping[str, str], options: Options, environment: Mapping[str, str] | None = None
@@ -102,7 +103,7 @@ def _in_turns(codes: Mapping[str, str], options: Options, environment: Mapping[s
     """Seconds of each program, turn by turn; the first turn, which reads files from disk, does not count."""
     spent: dict[str, list[float]] = {name: [] for name in codes}
     for turn in range(-1, options.repeats):
-        for name in list(codes) if turn % 2 == 0 else list(reversed(codes)):
+        for name in list(codes) if turn % 2 == 0 else list(codes)[::-1]:
             took = _run(codes[name], environment or {})
             if turn >= 0:
                 spent[name].append(took)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -144,9 +145,7 @@ def _measure(
     if options.device == "cuda":
         works = {name: _waiting(work) for name, work in works.items()}
     with silent():
-        times = in_turns(
-            works, options.repeats, options.warmup, lambda name, error: record.failed("train", case, name, error)
-        )
+        times = in_turns(works, options.repeats, options.warmup, partial(record.failed, "train", case))
     speed = operations(limits) / times[LIMIT].median
     record.limit("train", case, f"products of {metric.partition('_')[0]}", "flop_per_second", dtype, speed)
     return times
@@ -209,9 +208,7 @@ def _threads(case: str, found: dict[str, int], options: Options, record: Record)
 
         return set_and_work
 
-    turns = {
-        f"{name} {count}": on(count, work) for name, (work, _, _) in works.items() for count in (threads, 1)
-    }
+    turns = {f"{name} {count}": on(count, work) for name, (work, _, _) in works.items() for count in (threads, 1)}
     try:
         times = in_turns(turns, options.repeats, options.warmup)
     finally:
@@ -230,7 +227,7 @@ def _ours(T: int, B: int, d: int, p: int | None, count: int) -> Layers:
 
 
 def forward(layers: Layers, dtype: torch.dtype = torch.float32) -> Work:
-    """A forward pass without gradients. (Not in inference mode: some peers keep tensors of it and then cannot train.)"""
+    """A forward pass without gradients. (Not in inference mode: a peer that keeps tensors of it could not train.)"""
 
     def work() -> None:
         layers.module.eval()

@@ -2,6 +2,7 @@
 
 from undertow.report.curve import learning_curve, read_metrics
 from undertow.report.policies import document_table, policy_table, position_plot
+from undertow.report.ratios import ratios
 from undertow.report.tables import table
 
-__all__ = ["document_table", "learning_curve", "policy_table", "position_plot", "read_metrics", "table"]
+__all__ = ["document_table", "learning_curve", "policy_table", "position_plot", "ratios", "read_metrics", "table"]
