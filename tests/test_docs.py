@@ -28,8 +28,16 @@ SMOKE = [
     (r"--vocab_size \d+", "--vocab_size 270"),
     (r"--max_new_tokens \d+", "--max_new_tokens 10"),
     (r"^(undertow eval .*)$", r"\1 --max_tokens 500"),
-    (r"^(undertow bench train.*)$", r"\1 --repeats 1 --peers lstm --cases T8-B2-d16-p4-l1"),
-    (r"^(undertow bench ops.*)$", r"\1 --repeats 1 --cases T8-B2-d16"),
+    # The sizes that a suite has for --smoke, less of it where that starts many processes; tests/bench runs all of it.
+    (r"^(undertow bench .*?)( --smoke)?$", r"\1 --smoke --repeats 1"),
+    (r"(?<=bench )all(?= .*--smoke)", "ops train"),
+    (r"^undertow bench (train|ops) --cases \S+( --peers sru lstm)?", r"undertow bench \1"),
+    (r"^(undertow bench train .*)$", r"\1 --peers lstm --cases T8-B2-d16-p4-l1"),
+    (r"^undertow bench decode --gguf \S+", "undertow bench decode"),
+    (r"^undertow bench decode --cases \S+", "undertow bench decode"),
+    (r"^undertow bench retrofit --base \S+", "undertow bench retrofit"),
+    (r"^undertow bench memory( --cases \S+)?( --text \S+)?", "undertow bench memory --cases write-n60"),
+    (r"^(undertow bench startup.*)$", r"\1 --cases import --peers torch"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""undertow generate, info and bench, as a person calls them."""
+"""undertow generate, info and demo, as a person calls them."""
 
 import json
 import shutil
@@ -111,11 +111,6 @@ def test_a_prompt_from_standard_input_need_not_be_utf8(folder):
         (["generate", "FOLDER", "x", "--temperature", "-1"], "temperature"),
         (["generate", "FOLDER", "x", "--top_p", "2"], "top_p"),
         (["generate", "FOLDER", "x", "--max_new_token", "2"], "did you mean --max_new_tokens"),
-        (["bench"], "which suite"),
-        (["bench", "speed"], "no suite 'speed'"),
-        (["bench", "train", "--cases", "T1"], "named like T256-B8-d512-p128-l4"),
-        (["bench", "ops", "--peers", "sru"], "no peer 'sru'"),
-        (["bench", "ops", "--repeats", "0"], "repeats"),
         (["demo", "--minutes", "0"], "minutes"),
     ],
 )
@@ -124,34 +119,6 @@ def test_mistakes_are_told_in_a_line_or_two(words, message, folder, capsys):
     err = capsys.readouterr().err
     assert message in err
     assert len(err.strip().splitlines()) <= 2
-
-
-def test_bench_writes_the_rows_it_prints(tmp_path, capsys):
-    path = tmp_path / "bench.json"
-    cases = ["--cases", "T8-B2-d16-p4-l1", "--peers", "lstm", "--repeats", "1"]
-    assert main(["bench", "train", "--json", str(path), *cases]) == 0
-    found = json.loads(path.read_text())
-    assert found["machine"]["cores"] >= 1
-    layers = [row for row in found["rows"] if row["suite"] == "train"]
-    assert {row["metric"] for row in layers} == {"train_tokens_per_second", "forward_tokens_per_second"}
-    assert {row["case"] for row in layers} == {"T8-B2-d16-p4-l1"}
-    keys = {"suite", "case", "peer", "metric", "dtype", "ours", "theirs", "ratio", "limit_fraction"}
-    for row in found["rows"]:
-        assert set(row) == keys
-        assert min(row["ours"], row["theirs"], row["ratio"], row["limit_fraction"]) > 0
-    assert main(["bench", "ops", "--cases", "T8-B2-d16", "--repeats", "1"]) == 0
-
-
-def test_a_peer_that_is_not_installed_is_left_out_by_name(monkeypatch, capsys):
-    from undertow.bench import train
-
-    def missing(case):
-        raise ImportError("No module named 'sru'")
-
-    monkeypatch.setitem(train.PEERS, "sru", missing)
-    rows = train.run(("T8-B2-d16-p4-l1",), ("sru",), 1, print)
-    assert "without sru" in capsys.readouterr().out
-    assert [row.peer for row in rows] == [None, None]
 
 
 def test_info_says_which_backend_runs_and_why(capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from undertow.report import learning_curve, read_metrics, table
+from undertow.report import learning_curve, ratios, read_metrics, table
 from undertow.report.curve import smooth
 from undertow.report.tables import number
 
@@ -103,3 +104,28 @@ def test_table_holds_every_cell() -> None:
     )
     words = file.getvalue().split()
     assert words == ["Comparison", "case", "n", "bits", "ours", "1", "2.0000", "theirs", "3", "–"]
+
+
+def ratio_row(**more: Any) -> dict[str, Any]:
+    """A row of a benchmark."""
+    row = {"suite": "train", "case": "T8", "peer": "them", "metric": "train_tokens_per_second", "dtype": "float32"}
+    return row | {"ratio": 2.0, "ratio_low": 1.5, "ratio_high": 2.5, "limit_fraction": 0.5} | more
+
+
+def test_ratios_are_drawn_each_once(tmp_path: Path) -> None:
+    rows = [ratio_row(), ratio_row(peer="others", ratio=0.01, ratio_low=0.009, ratio_high=0.02)]
+    rows += [ratio_row(case="alone", peer=None, ratio=None), ratio_row(case="nothing", ratio=None, limit_fraction=None)]
+    text = ratios(rows, tmp_path / "new" / "ratios.svg").read_text()
+    labels = re.findall("<!-- (.*?) -->", text)
+    drawn = [label for label in labels if label.startswith(("train, float32", "train  "))]
+    assert sorted(drawn) == sorted([
+        "train  T8", "train, float32: of the limit", "train, float32: them", "train, float32: others",
+        "train  alone", "train, float32: of the limit",
+    ])  # fmt: skip
+    assert {"2x", "0.01x", "50%"} <= set(labels)
+
+
+def test_no_ratio_no_picture(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to draw"):
+        ratios([ratio_row(ratio=None, limit_fraction=None)], tmp_path / "ratios.png")
+    assert not list(tmp_path.iterdir())

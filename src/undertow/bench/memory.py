@@ -175,7 +175,7 @@ def _train(case: str, windows: int, given: _Given, options: Options, folder: Pat
     policies = {"slots": SLOTS, "select": SELECT}
     for name, settings in list(policies.items())[-1 if options.smoke else 0 :]:
         peaks = {}
-        for count, recompute in ((1, False), (windows, True), (windows, False)):
+        for count, recompute in ((1, False), (windows, True), (windows, False))[: 2 if options.smoke else 3]:
             how = f"{count} x 256 positions{', recomputed' if recompute else ''}"
             record.say(f"memory, {case}: {name}, {how}")
             bptt = -(-256 * count // settings["window"])
@@ -186,7 +186,7 @@ def _train(case: str, windows: int, given: _Given, options: Options, folder: Pat
                 f"--window {256 * count} --steps {1 if options.smoke else 3} --eval_every 0 --checkpoint_every 0 "
                 f"--tensorboard false --out {folder / f'{name}-{count}-{recompute}'} --quiet"
             )
-        for recompute in (True, False):
+        for recompute in (True,) if options.smoke else (True, False):
             how = "recomputed" if recompute else "held"
             _spent(record, case, f"train_{name}_{how}_peak_bytes", "float32", peaks[windows, recompute],
                    "1 window", peaks[1, False])  # fmt: skip

@@ -102,7 +102,7 @@ def _in_turns(codes: Mapping[str, str], options: Options, environment: Mapping[s
               ) -> dict[str, list[float]]:  # fmt: skip
     """Seconds of each program, turn by turn; the first turn, which reads files from disk, does not count."""
     spent: dict[str, list[float]] = {name: [] for name in codes}
-    for turn in range(-1, options.repeats):
+    for turn in range(0 if options.smoke else -1, options.repeats):
         for name in list(codes) if turn % 2 == 0 else list(codes)[::-1]:
             took = _run(codes[name], environment or {})
             if turn >= 0:
