@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
 
-import undertow.models
 from undertow.bench import SCHEMA, SUITES, Options, Record, Row, decode, ops, peers, suite, train
 from undertow.bench.suites import sizes
 from undertow.cli.main import main
@@ -197,17 +196,14 @@ def test_a_peer_that_fails_is_left_out_with_the_reason(where: str, monkeypatch: 
     assert by_metric["forward"] == ({"torch GRU", "bad"} if where == "training" else {"torch GRU"})
 
 
-def test_eight_bits_are_measured_where_the_library_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, options = {"d16-p4-l1-n10": ()}, Options(repeats=1, smoke=True, precisions=("int8",))
-    monkeypatch.delattr(undertow.models, "quantize", raising=False)
+def test_weights_of_every_precision_are_read_as_fast_as_their_bytes_allow() -> None:
     record = Record()
-    decode.run(case, options, record)
-    assert [each.what for each in record.skipped] == ["int8"]
-    assert not record.rows
-    monkeypatch.setattr(undertow.models, "quantize", lambda model: model, raising=False)
-    record = Record()
-    decode.run(case, options, record)
-    assert [row.dtype for row in record.rows] == ["int8"]
+    decode.run({"d16-p4-l1-n10": ()}, Options(repeats=1, smoke=True), record)
+    assert [(row.dtype, row.peer) for row in record.rows] == [
+        ("float32", None), ("bfloat16", "undertow float32"), ("int8", "undertow float32"),
+    ]  # fmt: skip
+    read = [int(limit.what.split()[1].replace(",", "")) for limit in record.limits]
+    assert read[0] == 2 * read[1] > 2 * read[2]
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6), st.integers(1, 10**6))

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-import undertow.models
 from undertow.bench.machine import read
 from undertow.bench.pairs import OURS, Work, in_turns
 from undertow.bench.peers import absent, llama_config, parameters, silent
 from undertow.bench.record import LIMIT, Record
 from undertow.bench.suites import Cases, Options, sizes
 from undertow.models import SRUppConfig, SRUppForCausalLM
+from undertow.nn.linear import to_int8
 
 PEERS = ("llama", "llama.cpp")
 PRECISIONS = ("float32", "bfloat16", "int8")
@@ -31,10 +31,6 @@ SMOKE: Cases = {"d16-p4-l1-n40": PEERS, "longer-d16-p4-l1-n200": ()}
 VOCABULARY = 257
 _EARLY = 100
 _PIECE = 1024  # tokens read at once
-
-
-class Missing(Exception):
-    """What this installation cannot do."""
 
 
 def check(case: str) -> dict[str, int]:
@@ -66,18 +62,6 @@ def run(cases: Cases, options: Options, record: Record) -> None:
             _longer(case, model, found["n"], options, record)
         else:
             _beside(case, model, found["n"], peers, options, record)
-
-
-def quantized(model: SRUppForCausalLM) -> SRUppForCausalLM:
-    """The model with weights of 8 bits.
-
-    Raises:
-        Missing: this version has none.
-    """
-    quantize = getattr(undertow.models, "quantize", None)
-    if quantize is None:
-        raise Missing("this version of undertow.models has no quantize")
-    return quantize(model) or model
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
@@ -112,11 +96,7 @@ def _beside(case: str, model: Any, n: int, peers: tuple[str, ...], options: Opti
 
     float32: Work | None = None
     for precision in options.precisions:
-        try:
-            ours = quantized(copy.deepcopy(model)) if precision == "int8" else _in(precision, model)
-        except Missing as error:
-            record.skip("decode", case, precision, str(error))
-            continue
+        ours = _in(precision, model)
         record.say(f"decode, {case}: {precision}, after {n:,} tokens")
         mine = writing(ours, text, tokens)
         float32 = mine if precision == "float32" else float32
@@ -124,7 +104,7 @@ def _beside(case: str, model: Any, n: int, peers: tuple[str, ...], options: Opti
         works = {OURS: mine, LIMIT: _times(read(nbytes), tokens)} | always
         if precision != "float32" and float32 is not None:
             works[f"{OURS} float32"], numbers[f"{OURS} float32"] = float32, numbers[OURS]
-        if theirs is not None and precision != "int8":
+        if theirs is not None and precision != "int8":  # transformers has none on a CPU without further packages
             name = "transformers Llama"
             numbers[name] = parameters(theirs)
             try:
@@ -143,8 +123,6 @@ def _longer(case: str, model: Any, n: int, options: Options, record: Record) -> 
     tokens = 2 if options.smoke else 64
     text = torch.randint(0, VOCABULARY, (1, n))
     for precision in options.precisions:
-        if precision == "int8":
-            continue
         record.say(f"decode, {case}: {precision}, reading {n:,} tokens first")
         ours = _in(precision, model)
         works = {OURS: writing(ours, text, tokens), f"after {_EARLY}": writing(ours, text[:, :_EARLY], tokens)}
@@ -180,7 +158,10 @@ def writing(model: Any, text: torch.Tensor, tokens: int) -> Work:
 
 def _in(precision: str, model: Any) -> Any:
     """A copy of the model with weights of that precision; float32: itself."""
-    return model if precision == "float32" else copy.deepcopy(model).to(getattr(torch, precision))
+    if precision == "float32":
+        return model
+    held = copy.deepcopy(model)
+    return to_int8(held) if precision == "int8" else held.to(getattr(torch, precision))
 
 
 def _times(work: Work, count: int) -> Work:
