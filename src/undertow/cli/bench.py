@@ -67,6 +67,7 @@ def run(config: Config) -> None:
     """Measure, print tables."""
     import torch
 
+    from undertow.allocator import keep_freed_memory
     from undertow.bench import Options, Record, describe_machine, suite
     from undertow.cli.checks import check_file, check_json, write_json
     from undertow.report import ratios
@@ -88,6 +89,7 @@ def run(config: Config) -> None:
     )  # fmt: skip
     _check_inputs(plan, options)
 
+    keep_freed_memory()  # as in undertow train; the peers' steps gain by it as well
     machine = describe_machine()
     record = Record(say=lambda text: print(text, file=sys.stderr, flush=True))
     try:
