@@ -282,4 +282,5 @@ def test_weights_of_8_bits(projection):
             cache = out.cache
             steps.append(out.logits)
     assert 0 < (got - want).std() < 0.05 * want.std()
-    zoo.close(torch.cat(steps, 1), got, 1e-4)
+    # One row at a time is rounded to 14 bits before a product: far less than the weights are.
+    assert (torch.cat(steps, 1) - got).std() < 0.1 * (got - want).std()
