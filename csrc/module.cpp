@@ -19,6 +19,9 @@
 #endif
 
 #include "parallel.h"
+#if defined(UNDERTOW_X86)
+#include "processor.h"
+#endif
 #include "recurrence.h"
 #include "step.h"
 
@@ -30,11 +33,8 @@ namespace {
 std::vector<const Kernels*> usable() {
   std::vector<const Kernels*> found;
 #if defined(UNDERTOW_X86)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl"))
-    found.push_back(&kAvx512);
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&kAvx2);
+  if (has_avx512()) found.push_back(&kAvx512);
+  if (has_avx2()) found.push_back(&kAvx2);
 #endif
   found.push_back(&kPortable);
   return found;

@@ -1,8 +1,8 @@
 // Runs numbered tasks on the threads that torch already has.
 //
 // torch's wheels bring an OpenMP runtime along. Linking another one would give the process two pools of threads that
-// fight for the same cores, so the one that is loaded is looked up by name when the module is imported, and plain
-// threads serve where there is none.
+// fight for the same cores, so the one that torch uses is asked for by name when first needed, and plain threads serve
+// where there is none.
 #pragma once
 
 #include <atomic>
@@ -20,8 +20,16 @@ using OmpParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
 inline OmpParallel omp_parallel() {
 #if defined(__unix__) || defined(__APPLE__)
-  // GNU's name for "run this on n threads"; LLVM's and Intel's runtimes know it too.
-  static const auto found = reinterpret_cast<OmpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  // GNU's name for "run this on n threads"; LLVM's and Intel's runtimes know it too. Looked for among what torch itself
+  // stands on: not every wheel of torch shows its runtime to all (RTLD_DEFAULT), and another package may show its own.
+  static const auto found = [] {
+#if defined(__APPLE__)
+    void* const torch = dlopen("@rpath/libtorch_cpu.dylib", RTLD_LAZY | RTLD_NOLOAD);
+#else
+    void* const torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+#endif
+    return reinterpret_cast<OmpParallel>(dlsym(torch ? torch : RTLD_DEFAULT, "GOMP_parallel"));
+  }();
   return found;
 #else
   return nullptr;
