@@ -17,6 +17,7 @@ SMALL = (
 # What a command becomes here: it must do the same, only less of it.
 SMOKE = [
     (r"^make (test|lint)$", r"make --dry-run \1"),  # would run this test again
+    (r"^make wheels$", "make --dry-run wheels"),  # tests/test_wheels.py makes one
     (r"^make demo$", "undertow demo"),
     (r"^make demo-retrofit$", "make --dry-run demo-retrofit"),  # downloads a model; its script has a test of its own
     (r"^(\.venv/bin/)?undertow ", "undertow "),

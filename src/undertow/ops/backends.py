@@ -110,7 +110,7 @@ def _warn() -> None:
         _warned = True
         warnings.warn(
             f"undertow runs its plain torch reference, which is many times slower than its C++ kernels, because "
-            f"{_missing}. Install a C++ compiler, then install undertow again.",
+            f"{_missing}. Install one of undertow's wheels, or a C++ compiler and then undertow again.",
             RuntimeWarning,
             stacklevel=4,
         )
