@@ -31,10 +31,10 @@ pytestmark = [
 ]
 
 
-def run(*command: str | Path, **env: str) -> str:
-    """What it printed. The environment is clean: nothing leads to the source tree."""
+def start(*command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """The environment is clean: nothing leads to the source tree."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("UNDERTOW_", "PYTHON", "OMP_"))}
-    shown = subprocess.run(
+    return subprocess.run(
         list(map(str, command)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -42,6 +42,11 @@ def run(*command: str | Path, **env: str) -> str:
         env={**clean, **env},
         cwd="/",
     )
+
+
+def run(*command: str | Path, **env: str) -> str:
+    """What it printed."""
+    shown = start(*command, **env)
     assert shown.returncode == 0, shown.stdout
     return shown.stdout
 
@@ -104,6 +109,23 @@ def test_the_compiled_part_needs_no_torch_and_brings_no_threads(extension):
         needed = {tag.needed for tag in ELFFile(file).get_section_by_name(".dynamic").iter_tags("DT_NEEDED")}
     system = r"lib(c|m|dl|pthread|stdc\+\+|gcc_s)\.so\.\d|ld-linux-.*"
     assert [name for name in needed if not re.fullmatch(system, name)] == []
+
+
+@pytest.mark.parametrize("for_others", [False, True])
+def test_where_nothing_compiles_python_alone_is_installed_but_no_wheel_made_for_others(dist, tmp_path, for_others):
+    (sdist,) = dist.glob("*.tar.gz")
+    options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", tmp_path]
+    env = {"CXX": "/bin/false", "PATH": PATH} | ({"UNDERTOW_REQUIRE_COMPILED": "1"} if for_others else {})
+    shown = start(sys.executable, "-m", "pip", "wheel", "--verbose", *options, sdist, **env)
+    made = [path.name for path in tmp_path.glob("*.whl")]
+    if for_others:
+        assert shown.returncode != 0
+        assert "CMake configuration failed" in shown.stdout
+        assert made == []
+    else:
+        assert shown.returncode == 0, shown.stdout
+        assert "WITHOUT its compiled part" in shown.stdout
+        assert [re.sub(r"-[\d.]+-", "-", name) for name in made] == ["undertow-py3-none-any.whl"]
 
 
 def test_the_kernels_run_where_there_is_no_compiler(wheel, tmp_path):
