@@ -1,7 +1,6 @@
 // 8 floats in an AVX register. Compiled for processors that have AVX2 and FMA; never called on others.
 #include <immintrin.h>
 
-#include "decode.h"
 #include "recurrence.h"
 
 namespace {

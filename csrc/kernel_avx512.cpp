@@ -1,7 +1,6 @@
 // 16 floats in an AVX-512 register. Compiled for processors that have AVX-512 F, BW, DQ and VL; never called on others.
 #include <immintrin.h>
 
-#include "decode.h"
 #include "recurrence.h"
 
 namespace {

@@ -1,7 +1,6 @@
 // 4 floats in the compiler's own vector type: SSE2, NEON or whatever the processor has.
 #include <cstring>
 
-#include "decode.h"
 #include "recurrence.h"
 
 namespace {

@@ -239,6 +239,8 @@ void step_layers(const Layers& stack, int threads, int64_t rows, uintptr_t x, ui
 
 NB_MODULE(_C, m) {
   m.attr("CHUNK") = undertow::kChunk;
+  m.attr("PRODUCT_ROWS") = undertow::kProductRows;
+  m.attr("INT8_IN") = undertow::kInt8In;
   m.def("instruction_sets", &undertow::instruction_sets, "Names of those this processor has, the best first.");
   m.def("instruction_set", [] { return std::string(undertow::chosen->name); });
   m.def("use_instruction_set", &undertow::use);

@@ -82,3 +82,8 @@ def test_a_query_with_nothing_to_see_gets_zeros_and_no_nan(dtype, dropout_p):
 def test_a_negative_window_is_refused():
     with pytest.raises(ValueError, match="0 or more"):
         WindowMask.build(-1, 4)
+
+
+def test_blocks_are_longer_where_each_has_to_be_launched():
+    lengths = [len(WindowMask.build(64, 1024, device=device).blocks) for device in ("cpu", "meta")]
+    assert lengths == [8, 2]

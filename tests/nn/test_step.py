@@ -144,3 +144,27 @@ def test_a_state_that_is_shared_out_goes_its_own_ways(taken):
     assert taken
     for row, (_, alone) in zip(both, ways, strict=True):
         torch.testing.assert_close(row, alone[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_in_training_and_a_state_of_another_dtype_are_the_layers_own(taken):
+    model, x = make(), ids(1, 3)
+    with torch.no_grad():
+        _, cache = by_token(model, x)
+        taken.clear()
+        model.model.layers[1].train()
+        model(x[:, :1], cache=cache.clone())
+        model.eval()
+        wide = cache.clone()
+        wide.layers[0].put("c", wide.layers[0].tensors()["c"].double())
+        with pytest.raises(TypeError, match="c0"):
+            model(x[:, :1], cache=wide)
+    assert not taken
+
+
+def test_room_is_given_up_with_what_it_was_for():
+    model = make()
+    with torch.no_grad():
+        _, cache = by_token(model, ids(1, 5))
+        assert cache.layers[0]._rooms
+        cache.reorder_cache(torch.tensor([0]))
+    assert not cache.layers[0]._rooms

@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tests.ops.cases import INSTRUCTION_SETS, compiled
 from undertow.evaluate import flop_counter
+from undertow.nn import attention
 from undertow.nn.linear import Int8Linear, Linear, to_int8
 from undertow.ops import cpu, decode
 
@@ -120,3 +121,22 @@ def test_the_largest_sums_of_int8_fit(name):
     with cpu.instruction_set(name):
         got = decode.product(x, weight, torch.tensor([1.0, -1.0]))
     torch.testing.assert_close(got, torch.tensor([[1.0, -1.0]]) * 127 * decode.INT8_IN)
+
+
+def test_what_lies_otherwise_in_memory_is_left_to_torch(monkeypatch):
+    monkeypatch.setattr(decode, "product", lambda *a: pytest.fail("taken"))
+    layer, x = Linear(6, 6, bias=False), normal(2, 6)
+    layer.weight.data = normal(6, 6, seed=3).T
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), x @ layer.weight.T)
+        with pytest.raises(RuntimeError, match="dtype"):  # as in torch's own layer
+            layer(x.bfloat16())
+
+
+def test_attention_to_keys_that_lie_otherwise():
+    q = normal(1, 1, 1, 8)
+    k, v = (normal(1, 1, 8, 5, seed=s).mT for s in (1, 2))  # the last dimension is not contiguous
+    with torch.no_grad():
+        torch.testing.assert_close(attention.attend(q, k, v), scaled_dot_product_attention(q, k, v))
+        with pytest.raises(RuntimeError, match="dtype"):
+            attention.attend(q, k.contiguous(), v.contiguous().bfloat16())

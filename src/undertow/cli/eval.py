@@ -94,6 +94,14 @@ class Config:
         asked = (self.policy, self.remembered, self.context, self.documents, self.plot)
         return len(self.model) > 1 or any(value not in (None, False, []) for value in asked)
 
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What is scored and how it is read, as `evaluate` and `compare` take it."""
+        names = (
+            "batch_size", "window", "attention_window", "max_tokens", "skip_tokens", "per_document_tokens", "precision",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
 
 def run(config: Config) -> None:
     """Evaluate and print a table."""
@@ -123,17 +131,7 @@ def run(config: Config) -> None:
         return compare_models(config, places, device, model)
 
     def score() -> EvalResult:
-        return evaluate(
-            model,
-            store,
-            batch_size=config.batch_size,
-            window=config.window,
-            attention_window=config.attention_window,
-            max_tokens=config.max_tokens,
-            skip_tokens=config.skip_tokens,
-            per_document_tokens=config.per_document_tokens,
-            precision=config.precision,
-        )
+        return evaluate(model, store, **config.conditions)
 
     result = score()
     facts: dict[str, Any] = {"model": place, "data": config.data or config.split, "weights": config.weights}
@@ -244,13 +242,7 @@ def _compare(config: Config, model: Any, store: Any, ways: list[Way], label: str
         ways,
         name=label,
         controls=config.controls,
-        batch_size=config.batch_size,
-        window=config.window,
-        attention_window=config.attention_window,
-        max_tokens=config.max_tokens,
-        skip_tokens=config.skip_tokens,
-        per_document_tokens=config.per_document_tokens,
-        precision=config.precision,
+        **config.conditions,
         progress=lambda way, done, of: tell(f"{label}: {way}" if len(config.model) > 1 else way, done, of),
     )
 

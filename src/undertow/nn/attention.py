@@ -19,6 +19,9 @@ QUERY_BLOCK = 128
 """Queries handled at once: enough to keep the matrix products busy, few enough that a text of any length costs
 O(T * (W + block)) instead of O(T * T), and that little of what a block computes is hidden."""
 
+_ON_A_GPU = 4
+"""So many times as many where each block is kernels to be launched."""
+
 
 @dataclass(frozen=True)
 class WindowMask:
@@ -69,15 +72,17 @@ class WindowMask:
         return WindowMask(window, past, length, tuple(blocks))
 
 
-def _query_slices(length: int) -> list[slice]:
-    return [slice(start, min(start + QUERY_BLOCK, length)) for start in range(0, length, QUERY_BLOCK)]
+def _query_slices(length: int, device: torch.device | str | None) -> list[slice]:
+    on_cpu = device is None or torch.device(device).type == "cpu"
+    block = QUERY_BLOCK if on_cpu else _ON_A_GPU * QUERY_BLOCK
+    return [slice(start, min(start + block, length)) for start in range(0, length, block)]
 
 
 def _band_blocks(window: int, length: int, past: int, device: torch.device | str | None) -> list[Block]:
     """All rows alike: query t sees keys past + t - window .. past + t, a band that repeats from block to block."""
     blocks: list[Block] = []
     bands: dict[tuple[int, int, int], Tensor] = {}
-    for queries in _query_slices(length):
+    for queries in _query_slices(length, device):
         keys = slice(max(0, past + queries.start - window), past + queries.stop)
         t, s = queries.stop - queries.start, keys.stop - keys.start
         if t == 1:
@@ -115,7 +120,7 @@ def _row_blocks(
         document[:, past:] = resets.cumsum(1)
 
     blocks = []
-    for queries in _query_slices(length):
+    for queries in _query_slices(length, device):
         q = slice(past + queries.start, past + queries.stop)
         # The furthest key that any row's first query still sees; everything before it is out of every window.
         oldest = position[:, q.start : q.start + 1] - window
@@ -193,7 +198,7 @@ def attend(
         (B, H, T, e).
     """
     T, S = q.shape[2], k.shape[2]
-    if T == 1 and dropout_p == 0 and (seen := _seen(mask)) is not None and decode.serves(q, k, v):
+    if T == 1 and dropout_p == 0 and (seen := _seen(mask)) is not None and _readable(q, k, v):
         return decode.attend(q, k[:, :, seen], v[:, :, seen])
     ours = dropout_p == 0 and T > 1 and serves(q, k, v)
     if ours and mask is None and is_causal:
@@ -221,3 +226,9 @@ def _seen(mask: Tensor | WindowMask | None) -> slice | None:
         return None
     (block,) = mask.blocks
     return block.keys if block.allowed is None else None
+
+
+def _readable(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the compiled part can read these as they lie."""
+    alike = q.dtype == k.dtype == v.dtype and 0 not in k.shape
+    return alike and k.stride(-1) == v.stride(-1) == 1 and decode.serves(q, k, v)

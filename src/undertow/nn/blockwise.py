@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from undertow.ops.eager import traced
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -38,11 +40,7 @@ class Block:
 
 def serves(*tensors: Tensor) -> bool:
     """Whether these are plain tensors on a CPU, of a dtype known here, that no compiler or transform looks at."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    return all(type(t) is Tensor and t.device.type == "cpu" and t.dtype in DTYPES for t in tensors)
+    return not traced() and all(type(t) is Tensor and t.device.type == "cpu" and t.dtype in DTYPES for t in tensors)
 
 
 def blockwise(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block]) -> Tensor:
@@ -51,7 +49,7 @@ def blockwise(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block]) -> Tenso
     Args:
         q: (B, H, T, e) queries.
         k: (B, H, S, e) keys.
-        v: (B, H, S, e) values.
+        v: (B, H, S, e) values, as wide as the keys. All float32, bfloat16 or float64, on a CPU.
         blocks: who sees whom; each query is in one of them.
 
     Returns:

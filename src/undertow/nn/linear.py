@@ -16,9 +16,11 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """x Wᵀ + b, (..., in_features) -> (..., out_features)."""
-        if not _few(input, self.in_features) or not decode.serves(input, self.weight):
+        x, weight = _as_autocast(input), self.weight
+        alike = input.dtype == weight.dtype or torch.is_autocast_enabled(input.device.type)
+        if not (_few(input, self.in_features) and alike and weight.is_contiguous() and decode.serves(input, weight)):
             return super().forward(input)
-        out = decode.product(_as_autocast(input), self.weight)
+        out = decode.product(x, weight)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 

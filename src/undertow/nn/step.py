@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from undertow.nn.linear import Int8Linear, Linear
 from undertow.nn.srupp import SRUppCell
 from undertow.ops.backends import extension, serving
+from undertow.ops.decode import STORED
 from undertow.ops.eager import plain
 
-_STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _FLOATS = (torch.float32, torch.bfloat16)
 
 Remembered = tuple[Tensor, Tensor | None, Tensor | None]
-"""Of a layer: c (B, d) float32; keys and values (B, H, S, p/H), whose last position is to be written."""
+"""Of a layer: c (B, d) float32; keys and values (B, H, S, p/H) float32 or bfloat16, positions one after the other, of
+which the last is to be written."""
 
 
 class Step:
@@ -61,7 +62,7 @@ class Step:
             return 0, 0, 0
         self.held.append(linear.weight)
         scale = self._floats(linear.scale) if isinstance(linear, Int8Linear) else 0
-        return _STORED[linear.weight.dtype], linear.weight.data_ptr(), scale
+        return STORED[linear.weight.dtype], linear.weight.data_ptr(), scale
 
     def _norm(self, norm: nn.Module | None) -> tuple[int, int, float]:
         if not isinstance(norm, nn.LayerNorm):
@@ -90,7 +91,7 @@ class Step:
                 addresses += (0,) * 8
             else:
                 addresses += (
-                    keys.data_ptr(), values.data_ptr(), _STORED[keys.dtype], *keys.stride()[:2], *values.stride()[:2],
+                    keys.data_ptr(), values.data_ptr(), STORED[keys.dtype], *keys.stride()[:2], *values.stride()[:2],
                     keys.shape[2],
                 )  # fmt: skip
         self.layers.step(torch.get_num_threads(), B, wide.data_ptr(), out.data_ptr(), addresses)
@@ -99,7 +100,7 @@ class Step:
 
 def step_for(layers: Sequence[SRUppCell], last: Step | None) -> Step | None:
     """What can take a step through these layers: the last one if nothing has changed; None where they have to do it."""
-    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or layers[0].training:
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or any(layer.training for layer in layers):
         return None
     first = layers[0].weight_c
     if (
@@ -140,7 +141,7 @@ def _known(layer: SRUppCell) -> bool:
     if any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in (layer, *modules)):
         return False
     return all(
-        type(t) in (Tensor, nn.Parameter) and t.is_contiguous() and t.device.type == "cpu" and t.dtype in _STORED
+        type(t) in (Tensor, nn.Parameter) and t.is_contiguous() and t.device.type == "cpu" and t.dtype in STORED
         for module in (layer, *modules)
         for t in (*module._parameters.values(), *module._buffers.values())
         if t is not None

@@ -20,7 +20,10 @@ ROWS = 8
 INT8_IN = 1 << 14
 """Columns of int8 weights, at most: the sums of so many products fit."""
 
-_STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""How the compiled part calls the dtypes in which weights, keys and values are kept."""
+
+assert extension is None or (extension.PRODUCT_ROWS, extension.INT8_IN) == (ROWS, INT8_IN)
 
 
 def serves(*tensors: Tensor) -> bool:
@@ -47,7 +50,7 @@ def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     wide = x.float().contiguous()
     rows = wide.numel() // max(1, wide.shape[-1])
     extension.product(
-        torch.get_num_threads(), rows, weight.shape[1], weight.shape[0], _STORED[weight.dtype], wide.data_ptr(),
+        torch.get_num_threads(), rows, weight.shape[1], weight.shape[0], STORED[weight.dtype], wide.data_ptr(),
         weight.data_ptr(), 0 if scale is None else scale.data_ptr(), y.data_ptr(),
     )  # fmt: skip
     return y if x.dtype == torch.float32 else y.to(x.dtype)
@@ -68,7 +71,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     wide = (q.float() * e**-0.5).contiguous()
     out = torch.empty((B, H, 1, e))
     extension.attend(
-        torch.get_num_threads(), B * H, H, S, e, _STORED[k.dtype], wide.data_ptr(),
+        torch.get_num_threads(), B * H, H, S, e, STORED[k.dtype], wide.data_ptr(),
         k.data_ptr(), *k.stride()[:3], v.data_ptr(), *v.stride()[:3], out.data_ptr(),
     )  # fmt: skip
     return out if q.dtype == torch.float32 else out.to(q.dtype)

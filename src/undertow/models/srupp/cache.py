@@ -42,6 +42,12 @@ class SRUppRecurrentLayer(LinearAttentionLayer):
     values: Tensor | None = None
     cumulative_length = 0
 
+    @property
+    def steps(self) -> bool:
+        """Whether everything that a step reads is there, in the dtypes that it reads."""
+        c = self.recurrent_states[0]
+        return c is not None and c.dtype == torch.float32 and c.device.type == "cpu"
+
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Assign rather than copy in place, so that gradients flow through any number of updates."""
         self.device, self.dtype = recurrent_states.device, recurrent_states.dtype  # type: ignore[assignment]
@@ -89,6 +95,13 @@ class SRUppAttentionLayer(  # type: ignore[misc, override]
         """Let row b be what row beam_idx[b] was."""
         self.map_(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
+    @property
+    def steps(self) -> bool:
+        """Whether everything that a step reads is there, in the dtypes that it reads."""
+        floats = (torch.float32, torch.bfloat16)
+        both = [self.keys, self.values]
+        return super().steps and all(x is not None and x.dtype in floats and x.device.type == "cpu" for x in both)
+
     def remember(self, name: str, new: Tensor, size: int, order: Tensor | None) -> None:
         """Of what is remembered and `new` (B, H, T, e) keep `size` positions: the last ones, or those in `order`."""
         old = self.tensors().get(name)
@@ -132,6 +145,9 @@ class SRUppAttentionLayer(  # type: ignore[misc, override]
         if name == "c":
             self.update_recurrent_state(tensor)
         else:
+            room = self._rooms.get(name)
+            if room is not None and room.given is not tensor:
+                del self._rooms[name]  # of something else: it holds memory for nothing
             setattr(self, name, tensor)
             self.is_initialized = True
 
@@ -240,10 +256,7 @@ class SRUppCache(State):
 
     def steps(self) -> list[Remembered] | None:
         """What each layer remembers, with room for one position, which is to be written; None: not all is there."""
-        if self.valid is not None or any(
-            layer.recurrent_states[0] is None or (isinstance(layer, SRUppAttentionLayer) and layer.keys is None)
-            for layer in self.layers
-        ):
+        if self.valid is not None or not all(layer.steps for layer in self.layers):
             return None
         size = self.past + 1
         steps: list[Remembered] = []
