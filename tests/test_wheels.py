@@ -33,7 +33,11 @@ pytestmark = [
 
 def start(*command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     """The environment is clean: nothing leads to the source tree."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("UNDERTOW_", "PYTHON", "OMP_"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("UNDERTOW_", "PYTHON", "OMP_", "GOMP_"))
+    }
     return subprocess.run(
         list(map(str, command)),
         stdout=subprocess.PIPE,

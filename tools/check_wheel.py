@@ -80,7 +80,7 @@ def one_pool() -> None:
         u, parameters = torch.randn(B, T, 3, d), torch.randn(2, 2, d)
         for _ in range(10):
             ops.recurrence(u, u[:, :, 0], *parameters)
-    time.sleep(0.1)
+            time.sleep(0.02)  # called at once again, it would find work before it has gone to sleep
     assert naps(worker) >= asleep + 5, "torch's thread did not do the work"
     assert threads() == before | pool, "there are other threads than torch's"
     runtimes = set(re.findall(r"\S*/lib(?:gomp|i?omp\d*)[-.]\S*", Path("/proc/self/maps").read_text()))
